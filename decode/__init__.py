@@ -1,0 +1,1 @@
+"""Spends the weights: tree, verification, cache, engine, adaptation, evaluation."""

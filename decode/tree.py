@@ -1,0 +1,53 @@
+"""Draft trees as tensors: who is whose ancestor, how deep, and which path the target agreed with.
+
+A verification block has n + 1 slots: slot 0 is the root (the last committed token), slot i + 1 is draft node i.
+"""
+
+import torch
+from torch import Tensor
+
+
+def ancestors(parents: Tensor, depth: int) -> Tensor:
+    """Boolean (n + 1, n + 1): row i marks slot i itself and every slot on its path from the root.
+
+    Args:
+        parents: (n,) parent of each draft node, -1 for children of the root.
+        depth: no node is deeper than this.
+    """
+    own = torch.eye(len(parents) + 1, dtype=torch.bool, device=parents.device)
+    parent_slot = torch.cat([parents.new_zeros(1), parents + 1])  # the root is its own parent
+    mask = own
+    for _ in range(depth):
+        mask = own | mask[parent_slot]
+    return mask
+
+
+def block_mask(tree_mask: Tensor, committed: int) -> Tensor:
+    """(1, 1, n + 1, committed + n + 1): every slot sees all committed rows and its own path."""
+    n = tree_mask.shape[0]
+    seen = torch.ones(n, committed, dtype=torch.bool, device=tree_mask.device)
+    return torch.cat([seen, tree_mask], dim=1)[None, None]
+
+
+def walk(choices: list[int], tokens: list[int], parents: list[int]) -> tuple[list[int], int]:
+    """Follows the target's choices down the tree.
+
+    With `choices[s]` the target's argmax after slot s this is greedy verification; with a draw from the target's
+    processed distribution it is the exact rule for any tree chosen without looking at the draws (one-hot proposals,
+    `reference/decoding.md`, section a): if the draw is a child, descend, else emit it.
+
+    Args:
+        choices: the target's token after each slot, n + 1 of them.
+        tokens: of the n draft nodes.
+        parents: of the n draft nodes, -1 the root; parents precede children.
+
+    Returns:
+        Accepted node indices from the root down, and the bonus token: the target's own choice after the last of them.
+    """
+    path: list[int] = []
+    node = -1
+    for i, parent in enumerate(parents):
+        if parent == node and tokens[i] == choices[node + 1]:
+            node = i
+            path.append(i)
+    return path, choices[node + 1]

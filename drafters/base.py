@@ -1,0 +1,89 @@
+"""What every drafter is to the decoder: it reads committed tokens with true target features and proposes a draft tree."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from drafters.errors import UserError
+from drafters.target import Features
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Proposed continuations of the last committed token (the root, which is not a node).
+
+    Attributes:
+        tokens: (N,) target token ids.
+        parents: (N,) index of each node's parent, -1 for children of the root; parents precede their children.
+        q: (N, V) the distribution each token of a *sampled chain* was drawn from, or None for tokens chosen without
+            chance or by rank (then verification treats them as one-hot proposals, which is exact for any tree).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    q: Tensor | None = None
+
+    @staticmethod
+    def empty(device: torch.device) -> "DraftTree":
+        """No draft: the next step is plain decoding."""
+        nothing = torch.empty(0, dtype=torch.long, device=device)
+        return DraftTree(nothing, nothing)
+
+    @staticmethod
+    def chain(tokens: Tensor, q: Tensor | None = None) -> "DraftTree":
+        """A path: each token continues the one before."""
+        return DraftTree(tokens, torch.arange(-1, len(tokens) - 1, device=tokens.device), q)
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How much a drafter proposes each round."""
+
+    kind: str = "chain"
+    """"chain" or "tree"."""
+    length: int = 4
+    """Longest path: chain length or tree depth. 0 turns speculation off."""
+    top_k: int = 4
+    """Tree: children looked at per node, and nodes expanded per level."""
+    total: int = 16
+    """Tree: nodes sent to the target."""
+    sample: bool = False
+    """Chain at temperature > 0: draw drafts from the drafter's distribution (rule min(1, p/q)) instead of its argmax."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("chain", "tree"):
+            raise UserError(f"draft kind={self.kind!r}: chain or tree is allowed")
+        if self.length < 0 or self.top_k < 1 or self.total < 1:
+            raise UserError(f"draft length={self.length}, top_k={self.top_k}, total={self.total}: 0, 1 and 1 are the least")
+        if self.sample and self.kind == "tree":
+            raise UserError("sampled drafts are exact on chains only; use a chain, or a tree with sample=False")
+
+    @property
+    def nodes(self) -> int:
+        """The most nodes a proposal may have."""
+        return self.length if self.kind == "chain" else (self.total if self.length else 0)
+
+
+class Drafter(Protocol):
+    """The contract. One drafter serves one request at a time through a state of its own making."""
+
+    kind: str
+    taps: tuple[int, ...]
+    meta: dict[str, Any]
+
+    def begin(self, capacity: int) -> Any:
+        """A fresh state for a request of at most `capacity` tokens, drafts included."""
+
+    def extend(self, state: Any, tokens: Tensor, features: Features) -> None:
+        """Takes newly committed tokens, each with the target features of the position *before* it.
+
+        Args:
+            state: from `begin`.
+            tokens: (M,), x[t+1] for M consecutive positions t, continuing where the last call ended.
+            features: final (1, M, D) and taps (1, M, A * D) of the positions t.
+        """
+
+    def propose(self, state: Any, settings: DraftSettings, temperature: float, generator: torch.Generator | None) -> DraftTree:
+        """Drafts what follows the last committed token; never changes what `extend` built."""

@@ -1,0 +1,153 @@
+"""Makes a new drafter for a target, warm-started from the target's own weights (DESIGN.md, decision 5)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from drafters.eagle import EagleConfig, EagleDrafter
+from drafters.errors import UserError
+from drafters.medusa import MedusaConfig, MedusaDrafter
+from drafters.target import Target
+
+TrainedDrafter = EagleDrafter | MedusaDrafter
+
+
+def build_medusa(
+    target: Target, draft_ids: Tensor | None, heads: int = 4, layers: int = 1, warm_head: bool = True, zero_blocks: bool = True
+) -> MedusaDrafter:
+    """Medusa heads; warm, head k starts as the target's own head.
+
+    Args:
+        target: what they will serve.
+        draft_ids: (Vd,) draft vocabulary or None.
+        heads: K.
+        layers: residual blocks a head.
+        warm_head: copy the target's head rows into every head.
+        zero_blocks: start every residual block as the identity.
+    """
+    Vd = target.vocab_size if draft_ids is None else len(draft_ids)
+    drafter = MedusaDrafter(MedusaConfig(heads, layers, target.hidden_size, target.vocab_size, Vd), draft_ids)
+    with torch.no_grad():
+        for head in drafter.heads:
+            for block in head[:-1] if zero_blocks else ():
+                block.linear.weight.zero_()
+                block.linear.bias.zero_()
+            if warm_head:
+                head[-1].weight.copy_(_head_rows(target, draft_ids))
+    return drafter.float()
+
+
+def build_eagle(
+    target: Target,
+    draft_ids: Tensor | None,
+    version: int = 3,
+    taps: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    warm_head: bool = True,
+    warm_layer: bool = True,
+) -> EagleDrafter:
+    """An EAGLE drafter of the target's width.
+
+    Args:
+        target: what it will serve.
+        draft_ids: (Vd,) draft vocabulary or None.
+        version: 1 (final hidden state) or 3 (tapped layers).
+        taps: tapped layers (EAGLE-3 only); None: `target.default_taps()`.
+        intermediate_size: MLP width; None: the target's.
+        num_heads: attention heads; None: the target's.
+        num_kv_heads: key/value heads; None: the target's.
+        warm_head: head rows and final norm from the target (EAGLE-3; EAGLE-1 always uses the target's head).
+        warm_layer: the layer from the target's last block, where the shapes agree; `fc` starts by passing on the
+            hidden state (EAGLE-1) or the deepest tap (EAGLE-3).
+
+    Raises:
+        UserError: shapes that cannot be.
+    """
+    llama = _llama_config(target, intermediate_size, num_heads, num_kv_heads)
+    taps = target.check_taps(tuple(taps) if taps is not None else target.default_taps()) if version == 3 else ()
+    Vd = target.vocab_size if draft_ids is None else len(draft_ids)
+    drafter = EagleDrafter(EagleConfig(version, llama, target.hidden_size, Vd, taps), draft_ids)
+    with torch.no_grad():
+        for name, weight in drafter.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, 0.02)
+            elif not name.endswith("norm.weight"):
+                weight.zero_()
+        if warm_head and version == 3:
+            drafter.lm_head.weight.copy_(_head_rows(target, draft_ids))
+            _copy_norm(drafter.norm.weight, _final_norm(target))
+        if warm_layer:
+            _warm_layer(drafter, target)
+    return drafter.float().bind(target)
+
+
+def _llama_config(target: Target, intermediate: int | None, heads: int | None, kv_heads: int | None) -> LlamaConfig:
+    config = target.config
+    nq = heads or config.num_attention_heads
+    nkv = kv_heads or getattr(config, "num_key_value_heads", None) or nq
+    if heads is None and kv_heads is None and getattr(config, "head_dim", None):
+        dim = config.head_dim
+    elif target.hidden_size % nq:
+        raise UserError(f"drafter.num_heads={nq} does not divide the target's hidden size {target.hidden_size}")
+    else:
+        dim = target.hidden_size // nq
+    if nq % nkv:
+        raise UserError(f"drafter.num_kv_heads={nkv} does not divide num_heads={nq}")
+    width = intermediate or getattr(config, "intermediate_size", None) or 4 * target.hidden_size
+    return LlamaConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=width[-1] if isinstance(width, list) else width,
+        num_hidden_layers=1,
+        num_attention_heads=nq,
+        num_key_value_heads=nkv,
+        head_dim=dim,
+        hidden_act="silu",
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-5,
+        max_position_embeddings=target.max_positions,
+        vocab_size=target.vocab_size,
+        tie_word_embeddings=False,
+        rope_parameters=_rope(config),
+    )
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+    rope = rope.get("full_attention", rope)  # Gemma keeps one a layer type
+    return {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+
+
+def _head_rows(target: Target, draft_ids: Tensor | None) -> Tensor:
+    rows = target.lm_head.weight.detach()
+    return (rows if draft_ids is None else rows[draft_ids.to(rows.device)]).float()
+
+
+def _final_norm(target: Target) -> Tensor | None:
+    for name in ("norm", "ln_f", "final_layernorm"):
+        if hasattr(target.decoder, name):
+            return getattr(getattr(target.decoder, name), "weight", None)
+    return None
+
+
+def _copy_norm(mine: Tensor, theirs: Tensor | None) -> None:
+    if theirs is not None and theirs.shape == mine.shape:
+        mine.copy_(theirs.float())
+
+
+def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
+    """The target's last block into the drafter's layer, tensor by tensor where names and shapes agree."""
+    source = dict(target.blocks[-1].named_parameters())
+    layer, H = drafter.layer, target.hidden_size
+    for name, weight in layer.named_parameters():
+        theirs = source.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
+        if name == "input_layernorm.weight" or theirs is None:
+            continue  # EAGLE-3 norms the embedding there, which the target does not
+        if theirs.shape == weight.shape:
+            weight.copy_(theirs.float())
+        elif name.startswith("self_attn.") and theirs.shape == (weight.shape[0], H):
+            weight[:, -H:].copy_(theirs.float())  # input is [embedding; hidden]: the hidden half
+    drafter.fc.weight[:, -H:] += torch.eye(H, device=drafter.fc.weight.device)

@@ -1,0 +1,343 @@
+"""A drafter's folder: the portable raw layout that servers load, plus `headstart.json` with what no server reads.
+
+EAGLE-3 and EAGLE-1 follow SafeAILab's raw layout, Medusa the reference names that vLLM (>= 0.26) reads. Saving re-opens
+the files, compares every name, shape and dtype with an exact table, rebuilds the drafter from them alone and compares
+logits before it reports success.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from drafters.build import TrainedDrafter
+from drafters.eagle import EagleConfig, EagleDrafter
+from drafters.errors import UserError
+from drafters.medusa import MedusaConfig, MedusaDrafter
+from drafters.target import Features, Target
+from drafters.vocab import from_offsets, to_offsets
+
+WEIGHTS, CONFIG, META = "model.safetensors", "config.json", "headstart.json"
+Table = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape, dtype
+
+
+def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, meta: dict[str, Any]) -> Path:
+    """Writes a drafter folder and proves it before it takes the final name.
+
+    Args:
+        drafter: bound to `target`, float32 master weights.
+        folder: made if missing; other files in it are left alone.
+        target: the model the drafter was made for; its fingerprint is stored.
+        meta: what goes into `headstart.json` beside it (recipe, data counts, results, versions).
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: the written files do not give back the drafter.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        save_file(_tensors(drafter), temporary / WEIGHTS, metadata={"format": "pt"})
+        _write_json(temporary / CONFIG, _config(drafter, target))
+        sidecar = {"kind": drafter.kind, "target": target.fingerprint, **meta}
+        if drafter.kind == "eagle1" and drafter.draft_ids is not None:
+            # servers know no draft vocabulary in this layout, and refuse tensors they do not know
+            sidecar["draft_ids"] = drafter.draft_ids.tolist()
+        _write_json(temporary / META, sidecar)
+        _prove(drafter, temporary, target)
+        _replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def load_drafter(folder: str | Path, target: Target) -> TrainedDrafter:
+    """Rebuilds a drafter from its folder alone, ready to decode: on the target's device, in its dtype.
+
+    Args:
+        folder: written by `save_drafter`.
+        target: the model it will serve. Another fingerprint is a warning (on stderr, and in `meta["warnings"]`).
+
+    Raises:
+        UserError: missing or unreadable files, unknown, missing or misshaped tensors, another hidden size or vocabulary.
+    """
+    folder = Path(folder)
+    config, meta = _read_json(folder / CONFIG), _read_json(folder / META, missing_ok=True)
+    _check_sizes(folder, config, meta, target)
+    weights = _read_weights(folder)
+    kind = _kind(folder, config)
+    draft_ids = _draft_ids(kind, weights, meta, target)
+    drafter = _skeleton(kind, config, draft_ids, folder)
+    _compare(weights, expected_tensors(drafter), folder)
+    state = {_module_name(kind, name): w for name, w in weights.items() if name not in ("d2t", "t2d", "token_map")}
+    drafter.load_state_dict(state, strict=True)
+    drafter.to(device=target.device, dtype=target.dtype)  # the id buffer keeps its integers
+    drafter.eval().requires_grad_(False)
+    drafter.meta = meta
+    meta["warnings"] = _mismatches(meta.get("target"), target)
+    for line in meta["warnings"]:
+        print(f"warning: {folder}: {line}", file=sys.stderr)
+    return drafter.bind(target)
+
+
+def expected_tensors(drafter: TrainedDrafter) -> Table:
+    """The exact table of tensors a checkpoint of this drafter holds, derived from its config alone."""
+    table: dict[str, tuple[int, ...]] = {}
+    extra: Table = {}
+    if isinstance(drafter, MedusaDrafter):
+        c = drafter.config
+        for i in range(c.heads):
+            for j in range(c.layers):
+                table[f"{i}.{j}.linear.weight"] = (c.hidden_size, c.hidden_size)
+                table[f"{i}.{j}.linear.bias"] = (c.hidden_size,)
+            table[f"{i}.{c.layers}.weight"] = (c.draft_vocab_size, c.hidden_size)
+        if c.draft_vocab_size != c.vocab_size:
+            extra["token_map"] = ((c.draft_vocab_size,), torch.int64)
+    else:
+        e, c = drafter.config, drafter.config.llama
+        H, d, inner = c.hidden_size, c.head_dim, c.intermediate_size
+        nq, nkv = c.num_attention_heads * d, c.num_key_value_heads * d
+        layer, width = ("midlayer", 2 * H) if e.version == 3 else ("layers.0", H)
+        table |= {
+            "fc.weight": (H, len(e.taps) * e.target_hidden_size if e.version == 3 else 2 * H),
+            f"{layer}.self_attn.q_proj.weight": (nq, width),
+            f"{layer}.self_attn.k_proj.weight": (nkv, width),
+            f"{layer}.self_attn.v_proj.weight": (nkv, width),
+            f"{layer}.self_attn.o_proj.weight": (H, nq),
+            f"{layer}.post_attention_layernorm.weight": (H,),
+            f"{layer}.mlp.gate_proj.weight": (inner, H),
+            f"{layer}.mlp.up_proj.weight": (inner, H),
+            f"{layer}.mlp.down_proj.weight": (H, inner),
+        }
+        if e.version == 3:
+            table |= {
+                f"{layer}.input_layernorm.weight": (H,),
+                f"{layer}.hidden_norm.weight": (H,),
+                "norm.weight": (H,),
+                "lm_head.weight": (e.draft_vocab_size, H),
+            }
+            if e.draft_vocab_size != c.vocab_size:
+                extra = {"d2t": ((e.draft_vocab_size,), torch.int64), "t2d": ((c.vocab_size,), torch.bool)}
+    return {name: (shape, torch.float32) for name, shape in table.items()} | extra
+
+
+def _tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
+    prefix = "heads." if drafter.kind == "medusa" else ""
+    tensors = {k.removeprefix(prefix): v.detach().float().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    ids = drafter.draft_ids
+    if ids is not None and drafter.kind == "medusa":
+        tensors["token_map"] = ids.cpu().long()
+    elif ids is not None and drafter.kind == "eagle3":
+        tensors["d2t"] = to_offsets(ids.cpu().long())
+        t2d = torch.zeros(drafter.config.llama.vocab_size, dtype=torch.bool)
+        t2d[ids.cpu()] = True
+        tensors["t2d"] = t2d
+    return tensors
+
+
+def _config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
+    if isinstance(drafter, MedusaDrafter):
+        # vLLM rewrites any key with "num" and "heads" in it: only the two it means may be here. TGI wants no architectures.
+        c = drafter.config
+        config = {
+            "model_type": "medusa",
+            "medusa_num_heads": c.heads,
+            "medusa_num_layers": c.layers,
+            "base_model_name_or_path": target.name,
+            "hidden_size": c.hidden_size,
+            "vocab_size": c.vocab_size,
+            "medusa_fc_bias": True,
+            "torch_dtype": "float32",
+        }
+        return config if c.draft_vocab_size == c.vocab_size else config | {"truncated_vocab_size": c.draft_vocab_size}
+    e, c = drafter.config, drafter.config.llama
+    rope = dict(c.rope_parameters)
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3" if e.version == 3 else "LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": c.max_position_embeddings,
+        # legacy keys: older servers read nothing else and silently fall back to 10000
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling,
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": False,  # copied as true from a tied target, it would overwrite the drafter's head
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
+    if e.version == 1:
+        return config | {"bias": False}
+    return config | {
+        "draft_vocab_size": e.draft_vocab_size,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "num_aux_hidden_states": len(e.taps),
+        "eagle_aux_hidden_state_layer_ids": list(e.taps),  # vLLM, llama.cpp: index into hidden_states
+        "eagle_config": {  # SGLang: id of the layer whose output it is
+            "eagle_aux_hidden_state_layer_ids": [k - 1 for k in e.taps],
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
+def _kind(folder: Path, config: dict[str, Any]) -> str:
+    if config.get("model_type") == "medusa":
+        return "medusa"
+    names = config.get("architectures") or []
+    if "LlamaForCausalLMEagle3" in names:
+        return "eagle3"
+    if config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1:
+        return "eagle1"
+    raise UserError(f"{folder / CONFIG}: model_type={config.get('model_type')!r}, architectures={names} is no drafter known here")
+
+
+def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folder: Path) -> TrainedDrafter:
+    try:
+        if kind == "medusa":
+            size = config["vocab_size"] if draft_ids is None else len(draft_ids)
+            shape = (config["medusa_num_heads"], config["medusa_num_layers"], config["hidden_size"], config["vocab_size"], size)
+            return MedusaDrafter(MedusaConfig(*shape), draft_ids)
+        rope = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | {"rope_theta": config["rope_theta"]}
+        skip = ("rope_theta", "rope_scaling", "architectures", "eagle_config", "model_type")
+        llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
+        size = llama.vocab_size if draft_ids is None else len(draft_ids)
+        taps = tuple(config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
+        return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps), draft_ids)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG}: key {error} is missing or of the wrong kind") from error
+
+
+def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], target: Target) -> Tensor | None:
+    if kind == "eagle3":
+        return from_offsets(weights["d2t"], target.vocab_size) if "d2t" in weights else None
+    if kind == "medusa":
+        return weights["token_map"].long() if "token_map" in weights else None
+    return torch.tensor(meta["draft_ids"]) if meta.get("draft_ids") else None
+
+
+def _module_name(kind: str, name: str) -> str:
+    return f"heads.{name}" if kind == "medusa" else name
+
+
+def _check_sizes(folder: Path, config: dict[str, Any], meta: dict[str, Any], target: Target) -> None:
+    for key, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if config.get(key) != size:
+            made_for = (meta.get("target") or {}).get("name", "another model")
+            raise UserError(
+                f"{folder}: {key}={config.get(key)}, but target {target.name!r} has {size}; this drafter was made for {made_for}"
+            )
+
+
+def _mismatches(stored: dict[str, Any] | None, target: Target) -> list[str]:
+    if not stored:
+        return ["no target fingerprint; whether it was made for this target is unknown"]
+    parts = [p for p in ("config", "tokenizer", "template", "weights") if stored.get(p) != target.fingerprint[p]]
+    if not parts:
+        return []
+    made_for = stored.get("name")
+    return [f"made for {made_for!r}, whose {', '.join(parts)} differ from {target.name!r}: output stays exact, speed may fall"]
+
+
+def _compare(weights: dict[str, Tensor], table: Table, folder: Path) -> None:
+    found: Table = {name: (tuple(w.shape), w.dtype) for name, w in weights.items()}
+    problems = [f"missing {n} {table[n][0]}" for n in table if n not in found]
+    problems += [f"unknown {n} {found[n][0]}" for n in found if n not in table]
+    problems += [f"{n} is {found[n][0]}, not {table[n][0]}" for n in table if n in found and found[n][0] != table[n][0]]
+    if problems:
+        raise UserError(f"{folder / WEIGHTS}: {'; '.join(problems[:6])}{' ...' if len(problems) > 6 else ''}")
+
+
+@torch.no_grad()
+def _prove(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
+    """Gate two of DESIGN.md, decision 11: the drafter rebuilt from its files alone gives the trainer's logits."""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        names = {n: (tuple(file.get_slice(n).get_shape()), file.get_tensor(n).dtype) for n in file.keys()}  # noqa: SIM118
+    table = expected_tensors(drafter)
+    if names != table:
+        raise UserError(f"{folder}: wrote {sorted(set(names.items()) ^ set(table.items()))[:4]}, which is not what was meant")
+    config, meta = _read_json(folder / CONFIG), _read_json(folder / META)
+    weights = _read_weights(folder)
+    kind = _kind(folder, config)
+    rebuilt = _skeleton(kind, config, _draft_ids(kind, weights, meta, target), folder)
+    state = {_module_name(kind, n): w for n, w in weights.items() if n not in ("d2t", "t2d", "token_map")}
+    rebuilt.load_state_dict(state, strict=True)
+    rebuilt.to(target.device).bind(target)
+    mine, theirs = probe_logits(drafter, target), probe_logits(rebuilt, target)
+    gap = float((mine - theirs).abs().max())
+    if not gap <= 1e-4 * max(1.0, float(mine.abs().max())):  # also refuses NaN
+        raise UserError(f"{folder}: the drafter rebuilt from its files differs from the trained one by {gap:.2e} in its logits")
+
+
+@torch.no_grad()
+def probe_logits(drafter: TrainedDrafter, target: Target) -> Tensor:
+    """Draft logits on fixed made-up features, (rows, Vd) float32: two drafters that agree here are the same."""
+    generator = torch.Generator().manual_seed(0)
+    D, device = target.hidden_size, target.device
+    ids = torch.randint(target.vocab_size, (1, 6), generator=generator).to(device)
+    final = torch.randn(1, 6, D, generator=generator).to(device)
+    taps = torch.randn(1, 6, max(1, len(drafter.taps)) * D, generator=generator).to(device)
+    was_training = drafter.training
+    drafter.eval()
+    if isinstance(drafter, MedusaDrafter):
+        logits = torch.cat([drafter.logits(k, final[0]) for k in range(drafter.config.heads)])
+    else:
+        outs = drafter.unroll(ids, Features(final, taps), 2)
+        logits = torch.cat([drafter.logits(out[0]) for out in outs])
+    drafter.train(was_training)
+    return logits.float()
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; a drafter folder holds {CONFIG}, {WEIGHTS} and {META}")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); was the copy cut short?") from error
+
+
+def _read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    if not path.is_file():
+        if missing_ok:
+            return {}
+        raise UserError(f"{path}: no such file; is {path.parent} a drafter folder?")
+    try:
+        value = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: a JSON object is expected")
+    return value
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    """Puts the finished files in place one by one: a run folder also holds state and logs, which a kill must not take."""
+    folder.mkdir(exist_ok=True)
+    for name in (WEIGHTS, CONFIG, META):
+        (temporary / name).replace(folder / name)

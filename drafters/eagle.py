@@ -1,0 +1,312 @@
+"""EAGLE-1 and EAGLE-3 drafters: one decoder layer over target features, two input contracts.
+
+EAGLE-1/2 (arXiv 2401.15077, 2406.16858) reads the final normed hidden state, `fc([embedding; hidden])`.
+EAGLE-3 (arXiv 2503.01840) reads three tapped layers through `fc`; the layer sees `[embedding; fused]` normed.
+
+Alignment: row t pairs token x[t+1] with the target features of position t, stands at rotary position t, and predicts
+x[t+2]; draft step j pairs x[t+1+j] with the layer's own previous output, at position t+j, and predicts x[t+2+j].
+
+Shapes: B batch, T rows, H drafter width, D target width, K key/value heads, G query heads per KV head, Vd draft vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from drafters.attention import headstart_attention
+from drafters.base import DraftSettings, DraftTree
+from drafters.target import Features, Target
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shapes of an EAGLE drafter; `llama` carries the decoder layer's."""
+
+    version: int  # 1 or 3
+    llama: LlamaConfig
+    target_hidden_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...] = ()
+
+
+class EagleAttention(nn.Module):
+    """Projections of the layer's attention; the input is 2 H wide in EAGLE-3."""
+
+    def __init__(self, config: LlamaConfig, width: int):
+        super().__init__()
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = nn.Linear(width, heads * dim, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=False)
+
+
+class EagleLayer(nn.Module):
+    """The decoder layer. Names are those of the portable checkpoint."""
+
+    def __init__(self, config: LlamaConfig, version: int):
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        if version == 3:
+            self.input_layernorm = nn.RMSNorm(H, eps)  # norms the token embedding
+            self.hidden_norm = nn.RMSNorm(H, eps)  # norms the fused features
+        self.self_attn = EagleAttention(config, 2 * H if version == 3 else H)
+        self.post_attention_layernorm = nn.RMSNorm(H, eps)
+        self.mlp = LlamaMLP(config)
+
+
+class EagleDrafter(nn.Module):
+    """A trained EAGLE drafter.
+
+    Args:
+        config: shapes.
+        draft_ids: (Vd,) ascending target ids the drafter may propose; None: the full vocabulary.
+    """
+
+    def __init__(self, config: EagleConfig, draft_ids: Tensor | None = None):
+        super().__init__()
+        self.config, self.kind = config, f"eagle{config.version}"
+        self.taps = config.taps
+        self.meta: dict[str, Any] = {}
+        llama, H = config.llama, config.llama.hidden_size
+        layer = EagleLayer(llama, config.version)
+        if config.version == 3:
+            self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, H, bias=False)
+            self.midlayer = layer
+            self.norm = nn.RMSNorm(H, llama.rms_norm_eps)
+            self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
+        else:
+            self.fc = nn.Linear(2 * H, H, bias=False)
+            self.layers = nn.ModuleList([layer])
+        self.rotary = LlamaRotaryEmbedding(llama)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        self._shared: dict[str, Tensor] = {}  # the target's embedding and, for EAGLE-1, head rows: never saved or trained
+
+    @property
+    def layer(self) -> EagleLayer:
+        """The one decoder layer, whatever its name on disk."""
+        return self.midlayer if self.config.version == 3 else self.layers[0]
+
+    def bind(self, target: Target) -> "EagleDrafter":
+        """Shares the target's frozen embedding (and head, for EAGLE-1) with the drafter."""
+        self._shared["embedding"] = target.embedding.detach()
+        if self.config.version == 1:
+            rows = target.lm_head.weight.detach()
+            self._shared["head"] = rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)]
+        return self
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings of the target, (..., H)."""
+        return F.embedding(ids, self._shared["embedding"])
+
+    def fuse(self, features: Features) -> Tensor:
+        """What the layer reads beside the token: fused taps (EAGLE-3) or the final hidden state, (B, T, H)."""
+        return self.fc(features.taps) if self.config.version == 3 else features.final
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(Vd, H), trained (EAGLE-3) or the target's rows (EAGLE-1)."""
+        return self.lm_head.weight if self.config.version == 3 else self._shared["head"]
+
+    def normed(self, out: Tensor) -> Tensor:
+        """The layer's output as the head reads it."""
+        return self.norm(out) if self.config.version == 3 else out
+
+    def logits(self, out: Tensor) -> Tensor:
+        """(..., H) -> (..., Vd): row t of step j predicts x[t+2+j]."""
+        return F.linear(self.normed(out), self.head_weight)
+
+    def inputs(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Residual (B, T, H) and rotated q (B, heads, T, d), k, v (B, K, T, d) for token/feature pairs."""
+        embeds = self.embed(tokens).to(hidden.dtype)
+        layer, attention = self.layer, self.layer.self_attn
+        if self.config.version == 3:
+            residual = hidden
+            x = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], dim=-1)  # (B, T, 2H)
+        else:
+            residual = x = self.fc(torch.cat([embeds, hidden], dim=-1))
+        B, T = tokens.shape
+        d = self.config.llama.head_dim
+        q = attention.q_proj(x).view(B, T, -1, d).transpose(1, 2)
+        k = attention.k_proj(x).view(B, T, -1, d).transpose(1, 2)
+        v = attention.v_proj(x).view(B, T, -1, d).transpose(1, 2)
+        cos, sin = self.rotary(x, positions)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return residual, q, k, v
+
+    def outputs(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer: attended (B, T, heads * d) -> (B, T, H), before any final norm."""
+        layer = self.layer
+        hidden = residual + layer.self_attn.o_proj(attended)
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+    def unroll(self, ids: Tensor, features: Features, steps: int) -> list[Tensor]:
+        """Training-time test: `steps` teacher-forced draft steps on every row at once.
+
+        Step j's query at row t sees what the decoder's step j would: the committed rows 0..t of step 0, and of the
+        later steps only its own branch (the diagonal).
+
+        Args:
+            ids: (B, T) tokens x.
+            features: of the same positions.
+            steps: number of draft steps n.
+
+        Returns:
+            n tensors (B, T, H), before the final norm; row t of step j predicts x[t+2+j]. Rows whose tokens lie past
+            the end of x hold nothing of use and must not be supervised.
+        """
+        B, T = ids.shape
+        hidden = self.fuse(features)
+        rows = torch.arange(T, device=ids.device)[None]
+        outs: list[Tensor] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for j in range(steps):
+            tokens = F.pad(ids[:, 1 + j :], (0, min(1 + j, T)))  # (B, T): row t reads x[t+1+j]
+            residual, q, k, v = self.inputs(tokens, hidden, rows + j)
+            keys.append(k)
+            values.append(v)
+            hidden = self.outputs(residual, _unrolled_attention(q, keys, values))
+            outs.append(hidden)
+        return outs
+
+    # ---- decoding
+
+    def begin(self, capacity: int) -> "EagleState":
+        """See `Drafter.begin`."""
+        llama, weight = self.config.llama, self.fc.weight
+        shape = (1, llama.num_key_value_heads, capacity, llama.head_dim)
+        return EagleState(weight.new_zeros(shape), weight.new_zeros(shape))
+
+    def extend(self, state: "EagleState", tokens: Tensor, features: Features) -> None:
+        """See `Drafter.extend`: the drafter's cache keeps rows made from true target features only."""
+        M = len(tokens)
+        positions = torch.arange(state.length, state.length + M, device=tokens.device)[None]
+        mask = None
+        if M > 1 and state.length:
+            mask = torch.ones(M, state.length + M, dtype=torch.bool, device=tokens.device).tril(state.length)[None, None]
+        out = self._cached(state, tokens[None], self.fuse(features), positions, mask, state.length)
+        state.length += M
+        state.out = out[:, -1:]
+
+    def propose(
+        self, state: "EagleState", settings: DraftSettings, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> DraftTree:
+        """See `Drafter.propose`: a greedy or sampled chain, or EAGLE-2's dynamic tree."""
+        if settings.length == 0:
+            return DraftTree.empty(self.fc.weight.device)
+        if settings.kind == "tree":
+            return self._propose_tree(state, settings)
+        sampled = settings.sample and temperature > 0
+        out, tokens, dists = state.out, [], []
+        for j in range(settings.length):
+            logits = self.logits(out[0, -1])  # (Vd,)
+            if sampled:
+                q = torch.softmax(logits.float() / temperature, dim=-1)
+                noise = torch.empty_like(q).exponential_(generator=generator)
+                draft = (q / noise).argmax(-1, keepdim=True)
+                dists.append(self._scatter(q))
+            else:
+                draft = logits.argmax(-1, keepdim=True)
+            tokens.append(self._to_target(draft))
+            if j + 1 < settings.length:
+                # draft step j+1 pairs x[t+2+j] with its own previous output at position t+1+j; t = length - 1
+                position = torch.full((1, 1), state.length + j, device=draft.device)
+                out = self._cached(state, tokens[-1][None], out, position, None, state.length + j)
+        return DraftTree.chain(torch.cat(tokens), torch.stack(dists) if sampled else None)
+
+    def _propose_tree(self, state: "EagleState", settings: DraftSettings) -> DraftTree:
+        """Dynamic tree by cumulative log probability (EAGLE-2): expand the best `top_k` a level, keep the best `total`."""
+        device = self.fc.weight.device
+        width = min(settings.top_k, self.config.draft_vocab_size)
+        scores, tokens, parents = [], [], []  # per level: every candidate
+        beam_out, beam_score = state.out, torch.zeros(1, device=device)  # (1, w, H), (w,)
+        beam_index = torch.full((1,), -1, device=device)  # each beam's index among all candidates; -1 = the root
+        beam_seen = torch.zeros(1, 0, dtype=torch.bool, device=device)  # (w, draft rows so far): own branch
+        count, drafted = 0, 0
+        for level in range(settings.length):
+            logp = torch.log_softmax(self.logits(beam_out[0]).float(), dim=-1)  # (w, Vd)
+            best = logp.topk(width, dim=-1)
+            level_scores = (beam_score[:, None] + best.values).flatten()  # (w * width,)
+            level_tokens = self._to_target(best.indices.flatten())
+            scores.append(level_scores)
+            tokens.append(level_tokens)
+            parents.append(beam_index.repeat_interleave(width))
+            if level + 1 == settings.length:
+                break
+            kept = level_scores.topk(min(width, len(level_scores))).indices  # (w',)
+            w = len(kept)
+            origin = kept // width  # the beam each kept candidate grew from
+            beam_score, beam_index = level_scores[kept], count + kept
+            count += len(level_scores)
+            # rows this level writes: visible to themselves and to their own descendants
+            seen = torch.cat([beam_seen[origin], torch.eye(w, dtype=torch.bool, device=device)], dim=1)
+            mask = torch.cat([torch.ones(w, state.length, dtype=torch.bool, device=device), seen], dim=1)[None, None]
+            positions = torch.full((1, w), state.length + level, device=device)
+            beam_out = self._cached(
+                state, level_tokens[kept][None], beam_out[:, origin], positions, mask, state.length + drafted
+            )
+            beam_seen, drafted = seen, drafted + w
+        return _best_subtree(torch.cat(scores), torch.cat(tokens), torch.cat(parents), settings.total)
+
+    def _cached(self, state: "EagleState", tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, at: int) -> Tensor:
+        """One forward that writes its keys at row `at` of the cache and attends to everything before."""
+        residual, q, k, v = self.inputs(tokens, hidden, positions)
+        end = at + tokens.shape[1]
+        state.keys[:, :, at:end] = k
+        state.values[:, :, at:end] = v
+        attended, _ = headstart_attention(self, q, state.keys[:, :, :end], state.values[:, :, :end], mask)
+        return self.outputs(residual, attended.flatten(2))
+
+    def _to_target(self, draft: Tensor) -> Tensor:
+        return draft if self.draft_ids is None else self.draft_ids[draft]
+
+    def _scatter(self, q: Tensor) -> Tensor:
+        """A distribution over the draft vocabulary as one over the target's."""
+        if self.draft_ids is None:
+            return q
+        return q.new_zeros(self.config.llama.vocab_size).scatter_(0, self.draft_ids, q)
+
+
+@dataclass
+class EagleState:
+    """Cache of one request: `length` rows made from true features; what lies behind them is draft scratch."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+    out: Tensor | None = None  # (1, 1, H), the last committed row's output: its logits are the first draft's
+
+
+def _best_subtree(scores: Tensor, tokens: Tensor, parents: Tensor, total: int) -> DraftTree:
+    """The `total` best candidates; a child never scores above its parent, so with ties broken by age it is a tree."""
+    order = torch.sort(scores, descending=True, stable=True).indices[:total]  # stable: parents come before equal children
+    kept = order.sort().values  # ascending: parents precede children
+    index = torch.full((len(scores) + 1,), -1, device=scores.device)
+    index[kept] = torch.arange(len(kept), device=scores.device)
+    return DraftTree(tokens[kept], index[parents[kept]])  # parent -1 reads the last slot, which stays -1
+
+
+def _unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of the last draft step in `EagleDrafter.unroll`, (B, heads, T, d) -> (B, T, heads * d)."""
+    B, heads, T, d = q.shape
+    K = keys[0].shape[1]
+    if len(keys) == 1:
+        out = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True, enable_gqa=heads != K)
+        return out.transpose(1, 2).flatten(2)
+    q = q.reshape(B, K, heads // K, T, d)
+    scores = torch.matmul(q.flatten(2, 3), keys[0].transpose(2, 3)).view(B, K, -1, T, T)  # step 0: causal block
+    causal = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~causal, float("-inf"))
+    own = [(q * k.unsqueeze(2)).sum(-1, keepdim=True) for k in keys[1:]]  # later steps: the diagonal, (B, K, G, T, 1)
+    weights = torch.softmax(torch.cat([scores, *own], dim=-1).float() / math.sqrt(d), dim=-1).to(q.dtype)
+    out = torch.matmul(weights[..., :T].flatten(2, 3), values[0]).view(B, K, -1, T, d)
+    for i, v in enumerate(values[1:]):
+        out = out + weights[..., T + i, None] * v.unsqueeze(2)
+    return out.view(B, heads, T, d).transpose(1, 2).flatten(2)

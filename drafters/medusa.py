@@ -1,0 +1,164 @@
+"""Medusa heads (arXiv 2401.10774): head k reads the final hidden state of position t and predicts x[t+2+k].
+
+Shapes: M supervised rows, D hidden width, K heads, Vd draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.base import DraftSettings, DraftTree
+from drafters.target import Features, Target
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Shapes of a Medusa drafter."""
+
+    heads: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b). With W = b = 0 it is the identity, which is where a warm start begins."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaDrafter(nn.Module):
+    """K independent heads over one hidden state.
+
+    Args:
+        config: shapes.
+        draft_ids: (Vd,) ascending target ids the heads may propose; None: the full vocabulary.
+    """
+
+    kind = "medusa"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: MedusaConfig, draft_ids: Tensor | None = None):
+        super().__init__()
+        self.config = config
+        self.meta: dict[str, Any] = {}
+        D = config.hidden_size
+        # Each block of a head is its own: the reference repeats one block, which only one-layer checkpoints can't show.
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(D) for _ in range(config.layers)), nn.Linear(D, config.draft_vocab_size, bias=False))
+            for _ in range(config.heads)
+        )
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+
+    def bind(self, target: Target) -> "MedusaDrafter":
+        """Medusa shares nothing with the target."""
+        return self
+
+    def trunk(self, k: int, hidden: Tensor) -> Tensor:
+        """Head k up to its output layer, (..., D) -> (..., D)."""
+        return self.heads[k][:-1](hidden)
+
+    def head_weight(self, k: int) -> Tensor:
+        """(Vd, D), the output layer of head k."""
+        return self.heads[k][-1].weight
+
+    def logits(self, k: int, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., Vd): from h[t], scores for x[t+2+k]."""
+        return self.heads[k](hidden)
+
+    def begin(self, capacity: int) -> "MedusaState":
+        """See `Drafter.begin`."""
+        return MedusaState()
+
+    def extend(self, state: "MedusaState", tokens: Tensor, features: Features) -> None:
+        """See `Drafter.extend`: only the newest hidden state counts."""
+        state.hidden = features.final[0, -1]  # (D,)
+
+    def propose(
+        self, state: "MedusaState", settings: DraftSettings, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> DraftTree:
+        """See `Drafter.propose`: a chain of the heads' choices, or a static tree over their ranks."""
+        K = min(settings.length, self.config.heads)
+        device = self.heads[0][-1].weight.device
+        if K == 0:
+            return DraftTree.empty(device)
+        logits = torch.stack([self.logits(k, state.hidden) for k in range(K)])  # (K, Vd)
+        if settings.kind == "tree":
+            hits = self.meta.get("rank_hits") or default_rank_hits(K, settings.top_k)
+            ranks, parents = _tree_plan(_freeze(hits[:K], settings.top_k), settings.total)
+            depths, order = zip(*((len(path) - 1, path[-1]) for path in ranks), strict=True)
+            best = self._to_target(logits.topk(min(settings.top_k, logits.shape[1]), dim=-1).indices)  # (K, top_k)
+            return DraftTree(best[list(depths), list(order)], torch.tensor(parents, device=device))
+        if settings.sample and temperature > 0:
+            q = torch.softmax(logits.float() / temperature, dim=-1)
+            noise = torch.empty_like(q).exponential_(generator=generator)
+            return DraftTree.chain(self._to_target((q / noise).argmax(-1)), self._scatter(q))
+        return DraftTree.chain(self._to_target(logits.argmax(-1)))
+
+    def _to_target(self, draft: Tensor) -> Tensor:
+        return draft if self.draft_ids is None else self.draft_ids[draft]
+
+    def _scatter(self, q: Tensor) -> Tensor:
+        if self.draft_ids is None:
+            return q
+        return q.new_zeros(len(q), self.config.vocab_size).index_copy_(1, self.draft_ids, q)
+
+
+@dataclass
+class MedusaState:
+    """The newest committed position's final hidden state, (D,)."""
+
+    hidden: Tensor | None = None
+
+
+def default_rank_hits(heads: int, ranks: int) -> list[list[float]]:
+    """A guess at how often the rank-r choice of head k is right, for heads never measured: geometric in both."""
+    return [[0.5 * 0.6**k * 0.4**r for r in range(ranks)] for k in range(heads)]
+
+
+def static_tree(rank_hits: tuple[tuple[float, ...], ...], total: int) -> list[tuple[int, ...]]:
+    """The `total` rank paths most likely to be accepted, when heads are taken as independent.
+
+    The search of Medusa's paper, section 2.3.3: repeatedly take the path whose product of marginal hit rates is greatest.
+
+    Args:
+        rank_hits: [k][r], how often head k's choice of rank r is the target's token.
+        total: number of nodes.
+
+    Returns:
+        Paths of ranks, each preceded by its prefix; path (0, 2) is head 1's third choice after head 0's first.
+    """
+    chosen: list[tuple[int, ...]] = []
+    frontier = {(r,): hit for r, hit in enumerate(rank_hits[0])}
+    while frontier and len(chosen) < total:
+        best = max(frontier, key=lambda path: (frontier[path], -len(path), [-r for r in path]))
+        score = frontier.pop(best)
+        chosen.append(best)
+        if len(best) < len(rank_hits):
+            frontier.update({(*best, r): score * hit for r, hit in enumerate(rank_hits[len(best)])})
+    return chosen
+
+
+_PLANS: dict[tuple, tuple[list[tuple[int, ...]], list[int]]] = {}  # one search a tree shape, not one a step
+
+
+def _tree_plan(rank_hits: tuple[tuple[float, ...], ...], total: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    key = (rank_hits, total)
+    if key not in _PLANS:
+        paths = static_tree(rank_hits, total)
+        index = {path: i for i, path in enumerate(paths)}
+        _PLANS[key] = paths, [index.get(path[:-1], -1) for path in paths]
+    return _PLANS[key]
+
+
+def _freeze(hits: list[list[float]], ranks: int) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row[:ranks]) for row in hits)

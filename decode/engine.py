@@ -100,10 +100,12 @@ def generate(
         profile: synchronize the device between phases, so that the cost split is true on CUDA.
 
     Raises:
-        UserError: more than one prompt, an empty one, ids outside the vocabulary, or more positions than the target has.
+        UserError: several prompts, an empty one, ids outside the vocabulary, or more positions than the target has.
     """
     settings = settings or getattr(drafter, "default_settings", None) or DraftSettings()
-    run = _Run(target, drafter, prompt, max_new_tokens, settings, sampling or SamplingParams(), stop, eos_token_ids, profile)
+    run = _Run(
+        target, drafter, prompt, max_new_tokens, settings, sampling or SamplingParams(), stop, eos_token_ids, profile
+    )
     emitted = run.prefill()
     if callback:
         callback(emitted, 0)
@@ -145,13 +147,14 @@ class _Run:
         self.generator = torch.Generator(target.device).manual_seed(sampling.seed)
         self.capacity = len(self.prompt) + max_new_tokens + nodes + 1
         self.cache: KVCache = target.new_cache(self.capacity)
-        self.state: Any = drafter.begin(self.capacity) if drafter is not None else None
+        rows = len(self.prompt) + max_new_tokens + settings.rows
+        self.state: Any = drafter.begin(rows) if drafter is not None else None
         self.taps = drafter.taps if drafter is not None else ()
         self.seen: Tensor | None = None  # (V,) tokens of the committed prefix, for the repetition penalty
         self.out = Generation([], prompt_tokens=len(self.prompt))
         self.done = False
         on_cuda = profile and target.device.type == "cuda"
-        self.clock = (lambda: (torch.cuda.synchronize(), time.perf_counter())[1]) if on_cuda else time.perf_counter
+        self.clock = _synchronized_clock if on_cuda else time.perf_counter
 
     def prefill(self) -> list[int]:
         """Reads the prompt; the target's own choice after it is the first token."""
@@ -160,7 +163,9 @@ class _Run:
         if self.sampling.repetition_penalty != 1.0:
             self.seen = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=ids.device)
             self.seen[ids[0]] = True
-        features = self.target.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], self.cache, taps=self.taps)
+        features = self.target.forward(
+            ids, torch.arange(ids.shape[1], device=ids.device)[None], self.cache, taps=self.taps
+        )
         self.cache.commit(ids.shape[1])
         logits = self.target.head(features.final[0, -1:]).float()  # (1, V): predicts the first new token
         choice = self._choose(logits, None, None)
@@ -185,7 +190,9 @@ class _Run:
             slots = ancestors(tree.parents, min(len(tree.tokens), self.settings.length))
             mask = block_mask(slots, self.cache.length)
             depths = slots.sum(1) - 1
-        positions = torch.full((len(ids),), self.cache.length, device=device)  # rotary position: committed length + depth
+        positions = torch.full(
+            (len(ids),), self.cache.length, device=device
+        )  # rotary position: committed length + depth
         positions = positions if depths is None else positions + depths
         features = self.target.forward(ids[None], positions[None], self.cache, mask, self.taps)
         logits = self.target.head(features.final[0]).float()  # (n + 1, V): slot s predicts what follows it
@@ -215,7 +222,7 @@ class _Run:
     def finish(self) -> Generation:
         """The result, with its text."""
         tokens = self.out.tokens[:-1] if self.out.finish == "eos" else self.out.tokens
-        text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
         ends = [text.index(s) for s in self.stop if s in text]
         self.out.text = text[: min(ends)] if ends and self.out.finish == "stop" else text
         return self.out
@@ -291,6 +298,11 @@ class _Run:
         return any(s in text for s in self.stop)
 
 
+def _synchronized_clock() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def _shortened(settings: DraftSettings, length: int) -> DraftSettings:
     return DraftSettings(settings.kind, max(0, length), settings.top_k, settings.total, settings.sample)
 
@@ -304,13 +316,15 @@ def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         ids = target.render([{"role": "user", "content": prompt}])
     else:
-        items = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        items: list[Any] = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
         if items and all(isinstance(item, dict) for item in items):
             ids = target.render(items)
         elif all(isinstance(item, int) for item in items):
             ids = items
         else:
-            raise UserError("prompt: one text, one list of messages or one list of token ids; call generate once a prompt")
+            raise UserError(
+                "prompt: one text, one list of messages or one list of token ids; call generate once a prompt"
+            )
     if not ids:
         raise UserError("prompt is empty; at least one token is needed")
     if min(ids) < 0 or max(ids) >= target.vocab_size:

@@ -223,11 +223,12 @@ def _digest(value: Any) -> str:
 
 
 def identity(drafter: Any) -> str | None:
-    """What makes a drafter itself: its class, its metadata and, where it has weights, their bytes."""
+    """What makes a drafter itself: class, plain settings, metadata and, where it has weights, their bytes."""
     if drafter is None:
         return None
     digest = hashlib.sha256(type(drafter).__qualname__.encode())
-    digest.update(json.dumps(meta_of(drafter), sort_keys=True, default=str).encode())
+    plain = {k: v for k, v in vars(drafter).items() if isinstance(v, int | float | str | tuple)}
+    digest.update(json.dumps([plain, meta_of(drafter)], sort_keys=True, default=str).encode())
     if isinstance(drafter, torch.nn.Module):
         for name, tensor in drafter.state_dict().items():
             digest.update(name.encode())

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -169,10 +170,10 @@ def category_table(report: dict[str, Any]) -> str:
 def print_table(report: dict[str, Any], console: Console | None = None) -> None:
     """Print headline, the main columns of the arms and the warnings to the terminal."""
     console = console or Console()
-    shown = [COLUMNS.index(c) for c in ("arm", "tokens/s", "speedup", "95% interval", "tau", "accepted", "output")]
-    table = Table(title=None)
+    shown = [COLUMNS.index(c) for c in ("arm", "tokens/s", "speedup", "95% interval", "tau", "output")]
+    table = Table(box=SIMPLE_HEAD)
     for index in shown:
-        table.add_column(COLUMNS[index], justify="left" if index == 0 else "right")
+        table.add_column(COLUMNS[index], justify="left" if index == 0 else "right", no_wrap=True)
     for arm in report["arms"]:
         row = arm_row(arm)
         table.add_row(*(row[index] for index in shown))

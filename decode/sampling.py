@@ -35,7 +35,12 @@ class SamplingParams:
             ("top_k", self.top_k, self.top_k >= 0, "0 (off) or a positive integer"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "a number in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"), "a positive number"),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                0 < self.repetition_penalty < float("inf"),
+                "a positive number",
+            ),
             ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "0 or a positive integer"),
         )
         wrong = [f"{name}={value}: {allowed} is allowed" for name, value, good, allowed in checks if not good]
@@ -48,7 +53,9 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def penalize(logits: Tensor, params: SamplingParams, seen: Tensor | None, too_early: Tensor | None, eos: Tensor) -> Tensor:
+def penalize(
+    logits: Tensor, params: SamplingParams, seen: Tensor | None, too_early: Tensor | None, eos: Tensor
+) -> Tensor:
     """What applies to greedy decoding too: repetition penalty and minimum length.
 
     Args:

@@ -56,7 +56,13 @@ def headstart_attention(
     scaling = D**-0.5 if scaling is None else scaling
     if softcap is None and s_aux is None and N >= FUSED_FROM:
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scaling, enable_gqa=H != K
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None,
+            scale=scaling,
+            enable_gqa=H != K,
         )
         return out.transpose(1, 2).contiguous(), None
 

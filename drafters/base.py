@@ -1,4 +1,4 @@
-"""What every drafter is to the decoder: it reads committed tokens with true target features and proposes a draft tree."""
+"""What every drafter is to the decoder: it reads committed tokens and true target features, and proposes a tree."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,13 +50,15 @@ class DraftSettings:
     total: int = 16
     """Tree: nodes sent to the target."""
     sample: bool = False
-    """Chain at temperature > 0: draw drafts from the drafter's distribution (rule min(1, p/q)) instead of its argmax."""
+    """Chain at temperature > 0: draw from the drafter's distribution (rule min(1, p/q)) instead of its argmax."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("chain", "tree"):
             raise UserError(f"draft kind={self.kind!r}: chain or tree is allowed")
         if self.length < 0 or self.top_k < 1 or self.total < 1:
-            raise UserError(f"draft length={self.length}, top_k={self.top_k}, total={self.total}: 0, 1 and 1 are the least")
+            raise UserError(
+                f"draft length={self.length}, top_k={self.top_k}, total={self.total}: 0, 1 and 1 are the least"
+            )
         if self.sample and self.kind == "tree":
             raise UserError("sampled drafts are exact on chains only; use a chain, or a tree with sample=False")
 
@@ -64,6 +66,11 @@ class DraftSettings:
     def nodes(self) -> int:
         """The most nodes a proposal may have."""
         return self.length if self.kind == "chain" else (self.total if self.length else 0)
+
+    @property
+    def rows(self) -> int:
+        """The most rows a drafter writes into its own cache while it drafts; a beam writes more than it proposes."""
+        return self.length if self.kind == "chain" else self.length * self.top_k
 
 
 class Drafter(Protocol):
@@ -85,5 +92,7 @@ class Drafter(Protocol):
             features: final (1, M, D) and taps (1, M, A * D) of the positions t.
         """
 
-    def propose(self, state: Any, settings: DraftSettings, temperature: float, generator: torch.Generator | None) -> DraftTree:
+    def propose(
+        self, state: Any, settings: DraftSettings, temperature: float, generator: torch.Generator | None
+    ) -> DraftTree:
         """Drafts what follows the last committed token; never changes what `extend` built."""

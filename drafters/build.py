@@ -16,7 +16,12 @@ TrainedDrafter = EagleDrafter | MedusaDrafter
 
 
 def build_medusa(
-    target: Target, draft_ids: Tensor | None, heads: int = 4, layers: int = 1, warm_head: bool = True, zero_blocks: bool = True
+    target: Target,
+    draft_ids: Tensor | None,
+    heads: int = 4,
+    layers: int = 1,
+    warm_head: bool = True,
+    zero_blocks: bool = True,
 ) -> MedusaDrafter:
     """Medusa heads; warm, head k starts as the target's own head.
 

@@ -70,7 +70,7 @@ def load_drafter(folder: str | Path, target: Target) -> TrainedDrafter:
         target: the model it will serve. Another fingerprint is a warning (on stderr, and in `meta["warnings"]`).
 
     Raises:
-        UserError: missing or unreadable files, unknown, missing or misshaped tensors, another hidden size or vocabulary.
+        UserError: missing or unreadable files, unknown, missing or misshaped tensors, another width or vocabulary.
     """
     folder = Path(folder)
     config, meta = _read_json(folder / CONFIG), _read_json(folder / META, missing_ok=True)
@@ -138,7 +138,7 @@ def _tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
     ids = drafter.draft_ids
     if ids is not None and drafter.kind == "medusa":
         tensors["token_map"] = ids.cpu().long()
-    elif ids is not None and drafter.kind == "eagle3":
+    elif ids is not None and isinstance(drafter, EagleDrafter) and drafter.kind == "eagle3":
         tensors["d2t"] = to_offsets(ids.cpu().long())
         t2d = torch.zeros(drafter.config.llama.vocab_size, dtype=torch.bool)
         t2d[ids.cpu()] = True
@@ -148,7 +148,7 @@ def _tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
 
 def _config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
     if isinstance(drafter, MedusaDrafter):
-        # vLLM rewrites any key with "num" and "heads" in it: only the two it means may be here. TGI wants no architectures.
+        # vLLM rewrites any key with "num" and "heads" in it: only its two may be here. TGI wants no architectures.
         c = drafter.config
         config = {
             "model_type": "medusa",
@@ -209,14 +209,22 @@ def _kind(folder: Path, config: dict[str, Any]) -> str:
         return "eagle3"
     if config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1:
         return "eagle1"
-    raise UserError(f"{folder / CONFIG}: model_type={config.get('model_type')!r}, architectures={names} is no drafter known here")
+    raise UserError(
+        f"{folder / CONFIG}: model_type={config.get('model_type')!r}, architectures={names} is no drafter known here"
+    )
 
 
 def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folder: Path) -> TrainedDrafter:
     try:
         if kind == "medusa":
             size = config["vocab_size"] if draft_ids is None else len(draft_ids)
-            shape = (config["medusa_num_heads"], config["medusa_num_layers"], config["hidden_size"], config["vocab_size"], size)
+            shape = (
+                config["medusa_num_heads"],
+                config["medusa_num_layers"],
+                config["hidden_size"],
+                config["vocab_size"],
+                size,
+            )
             return MedusaDrafter(MedusaConfig(*shape), draft_ids)
         rope = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | {"rope_theta": config["rope_theta"]}
         skip = ("rope_theta", "rope_scaling", "architectures", "eagle_config", "model_type")
@@ -230,10 +238,20 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
 
 def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], target: Target) -> Tensor | None:
     if kind == "eagle3":
-        return from_offsets(weights["d2t"], target.vocab_size) if "d2t" in weights else None
+        if "d2t" not in weights:
+            return None
+        ids = from_offsets(weights["d2t"], target.vocab_size)
+        listed = weights["t2d"].nonzero()[:, 0] if "t2d" in weights else ids
+        if not torch.equal(ids, listed):  # an absolute map may still ascend within the vocabulary
+            raise UserError(
+                "d2t and t2d name different target ids (d2t: target id = draft id + offset); one was remade"
+            )
+        return ids
     if kind == "medusa":
-        return weights["token_map"].long() if "token_map" in weights else None
-    return torch.tensor(meta["draft_ids"]) if meta.get("draft_ids") else None
+        mapped = weights["token_map"].long() if "token_map" in weights else None
+    else:
+        mapped = torch.tensor(meta["draft_ids"]) if meta.get("draft_ids") else None
+    return None if mapped is None else from_offsets(to_offsets(mapped), target.vocab_size)
 
 
 def _module_name(kind: str, name: str) -> str:
@@ -245,7 +263,7 @@ def _check_sizes(folder: Path, config: dict[str, Any], meta: dict[str, Any], tar
         if config.get(key) != size:
             made_for = (meta.get("target") or {}).get("name", "another model")
             raise UserError(
-                f"{folder}: {key}={config.get(key)}, but target {target.name!r} has {size}; this drafter was made for {made_for}"
+                f"{folder}: {key}={config.get(key)}, but target {target.name!r} has {size}; made for {made_for}"
             )
 
 
@@ -256,7 +274,9 @@ def _mismatches(stored: dict[str, Any] | None, target: Target) -> list[str]:
     if not parts:
         return []
     made_for = stored.get("name")
-    return [f"made for {made_for!r}, whose {', '.join(parts)} differ from {target.name!r}: output stays exact, speed may fall"]
+    return [
+        f"made for {made_for!r}, whose {', '.join(parts)} differ from {target.name!r}; output is exact, speed may fall"
+    ]
 
 
 def _compare(weights: dict[str, Tensor], table: Table, folder: Path) -> None:
@@ -275,7 +295,9 @@ def _prove(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
         names = {n: (tuple(file.get_slice(n).get_shape()), file.get_tensor(n).dtype) for n in file.keys()}  # noqa: SIM118
     table = expected_tensors(drafter)
     if names != table:
-        raise UserError(f"{folder}: wrote {sorted(set(names.items()) ^ set(table.items()))[:4]}, which is not what was meant")
+        raise UserError(
+            f"{folder}: wrote {sorted(set(names.items()) ^ set(table.items()))[:4]}, which is not what was meant"
+        )
     config, meta = _read_json(folder / CONFIG), _read_json(folder / META)
     weights = _read_weights(folder)
     kind = _kind(folder, config)
@@ -286,7 +308,9 @@ def _prove(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
     mine, theirs = probe_logits(drafter, target), probe_logits(rebuilt, target)
     gap = float((mine - theirs).abs().max())
     if not gap <= 1e-4 * max(1.0, float(mine.abs().max())):  # also refuses NaN
-        raise UserError(f"{folder}: the drafter rebuilt from its files differs from the trained one by {gap:.2e} in its logits")
+        raise UserError(
+            f"{folder}: the drafter rebuilt from its files differs from the trained one by {gap:.2e} in its logits"
+        )
 
 
 @torch.no_grad()
@@ -337,7 +361,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _replace(temporary: Path, folder: Path) -> None:
-    """Puts the finished files in place one by one: a run folder also holds state and logs, which a kill must not take."""
+    """Puts the finished files in place one by one: a run folder also holds state and logs to keep."""
     folder.mkdir(exist_ok=True)
     for name in (WEIGHTS, CONFIG, META):
         (temporary / name).replace(folder / name)

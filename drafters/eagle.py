@@ -6,17 +6,18 @@ EAGLE-3 (arXiv 2503.01840) reads three tapped layers through `fc`; the layer see
 Alignment: row t pairs token x[t+1] with the target features of position t, stands at rotary position t, and predicts
 x[t+2]; draft step j pairs x[t+1+j] with the layer's own previous output, at position t+j, and predicts x[t+2+j].
 
-Shapes: B batch, T rows, H drafter width, D target width, K key/value heads, G query heads per KV head, Vd draft vocabulary.
+Shapes: B batch, T rows, H drafter width, D target width, K key/value heads, G query heads per KV head,
+Vd draft vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from drafters.attention import headstart_attention
@@ -29,16 +30,27 @@ class EagleConfig:
     """Shapes of an EAGLE drafter; `llama` carries the decoder layer's."""
 
     version: int  # 1 or 3
-    llama: LlamaConfig
+    llama: Any  # LlamaConfig, whose own annotations are all optional
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...] = ()
 
 
+class Rotary(LlamaRotaryEmbedding):
+    """Rotary angles whose frequencies stay float32: rounded to bfloat16 they would misplace every token."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
 class EagleAttention(nn.Module):
     """Projections of the layer's attention; the input is 2 H wide in EAGLE-3."""
 
-    def __init__(self, config: LlamaConfig, width: int):
+    def __init__(self, config: Any, width: int):
         super().__init__()
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.q_proj = nn.Linear(width, heads * dim, bias=False)
@@ -50,7 +62,7 @@ class EagleAttention(nn.Module):
 class EagleLayer(nn.Module):
     """The decoder layer. Names are those of the portable checkpoint."""
 
-    def __init__(self, config: LlamaConfig, version: int):
+    def __init__(self, config: Any, version: int):
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
         if version == 3:
@@ -69,6 +81,9 @@ class EagleDrafter(nn.Module):
         draft_ids: (Vd,) ascending target ids the drafter may propose; None: the full vocabulary.
     """
 
+    draft_ids: Tensor | None
+    layers: Any  # a ModuleList of one EagleLayer (EAGLE-1); EAGLE-3 calls it midlayer
+
     def __init__(self, config: EagleConfig, draft_ids: Tensor | None = None):
         super().__init__()
         self.config, self.kind = config, f"eagle{config.version}"
@@ -84,9 +99,11 @@ class EagleDrafter(nn.Module):
         else:
             self.fc = nn.Linear(2 * H, H, bias=False)
             self.layers = nn.ModuleList([layer])
-        self.rotary = LlamaRotaryEmbedding(llama)
+        self.rotary = Rotary(llama)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
-        self._shared: dict[str, Tensor] = {}  # the target's embedding and, for EAGLE-1, head rows: never saved or trained
+        self._shared: dict[
+            str, Tensor
+        ] = {}  # the target's embedding and, for EAGLE-1, head rows: never saved or trained
 
     @property
     def layer(self) -> EagleLayer:
@@ -98,7 +115,8 @@ class EagleDrafter(nn.Module):
         self._shared["embedding"] = target.embedding.detach()
         if self.config.version == 1:
             rows = target.lm_head.weight.detach()
-            self._shared["head"] = rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)]
+            rows = rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)]
+            self._shared["head"] = rows.to(self.fc.weight.dtype)
         return self
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -107,7 +125,8 @@ class EagleDrafter(nn.Module):
 
     def fuse(self, features: Features) -> Tensor:
         """What the layer reads beside the token: fused taps (EAGLE-3) or the final hidden state, (B, T, H)."""
-        return self.fc(features.taps) if self.config.version == 3 else features.final
+        dtype = self.fc.weight.dtype  # training keeps float32 weights beside a bfloat16 target
+        return self.fc(features.taps.to(dtype)) if self.config.version == 3 else features.final.to(dtype)
 
     @property
     def head_weight(self) -> Tensor:
@@ -182,7 +201,8 @@ class EagleDrafter(nn.Module):
         """See `Drafter.begin`."""
         llama, weight = self.config.llama, self.fc.weight
         shape = (1, llama.num_key_value_heads, capacity, llama.head_dim)
-        return EagleState(weight.new_zeros(shape), weight.new_zeros(shape))
+        out = weight.new_zeros(1, 1, llama.hidden_size)
+        return EagleState(weight.new_zeros(shape), weight.new_zeros(shape), out)
 
     def extend(self, state: "EagleState", tokens: Tensor, features: Features) -> None:
         """See `Drafter.extend`: the drafter's cache keeps rows made from true target features only."""
@@ -190,13 +210,19 @@ class EagleDrafter(nn.Module):
         positions = torch.arange(state.length, state.length + M, device=tokens.device)[None]
         mask = None
         if M > 1 and state.length:
-            mask = torch.ones(M, state.length + M, dtype=torch.bool, device=tokens.device).tril(state.length)[None, None]
+            mask = torch.ones(M, state.length + M, dtype=torch.bool, device=tokens.device).tril(state.length)[
+                None, None
+            ]
         out = self._cached(state, tokens[None], self.fuse(features), positions, mask, state.length)
         state.length += M
         state.out = out[:, -1:]
 
     def propose(
-        self, state: "EagleState", settings: DraftSettings, temperature: float = 0.0, generator: torch.Generator | None = None
+        self,
+        state: "EagleState",
+        settings: DraftSettings,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
     ) -> DraftTree:
         """See `Drafter.propose`: a greedy or sampled chain, or EAGLE-2's dynamic tree."""
         if settings.length == 0:
@@ -222,7 +248,7 @@ class EagleDrafter(nn.Module):
         return DraftTree.chain(torch.cat(tokens), torch.stack(dists) if sampled else None)
 
     def _propose_tree(self, state: "EagleState", settings: DraftSettings) -> DraftTree:
-        """Dynamic tree by cumulative log probability (EAGLE-2): expand the best `top_k` a level, keep the best `total`."""
+        """EAGLE-2's dynamic tree by cumulative log probability: expand the best `top_k` a level, keep `total`."""
         device = self.fc.weight.device
         width = min(settings.top_k, self.config.draft_vocab_size)
         scores, tokens, parents = [], [], []  # per level: every candidate
@@ -255,7 +281,9 @@ class EagleDrafter(nn.Module):
             beam_seen, drafted = seen, drafted + w
         return _best_subtree(torch.cat(scores), torch.cat(tokens), torch.cat(parents), settings.total)
 
-    def _cached(self, state: "EagleState", tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, at: int) -> Tensor:
+    def _cached(
+        self, state: "EagleState", tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, at: int
+    ) -> Tensor:
         """One forward that writes its keys at row `at` of the cache and attends to everything before."""
         residual, q, k, v = self.inputs(tokens, hidden, positions)
         end = at + tokens.shape[1]
@@ -280,13 +308,15 @@ class EagleState:
 
     keys: Tensor
     values: Tensor
+    out: Tensor  # (1, 1, H), the last committed row's output: its logits are the first draft's
     length: int = 0
-    out: Tensor | None = None  # (1, 1, H), the last committed row's output: its logits are the first draft's
 
 
 def _best_subtree(scores: Tensor, tokens: Tensor, parents: Tensor, total: int) -> DraftTree:
     """The `total` best candidates; a child never scores above its parent, so with ties broken by age it is a tree."""
-    order = torch.sort(scores, descending=True, stable=True).indices[:total]  # stable: parents come before equal children
+    order = torch.sort(scores, descending=True, stable=True).indices[
+        :total
+    ]  # stable: parents come before equal children
     kept = order.sort().values  # ascending: parents precede children
     index = torch.full((len(scores) + 1,), -1, device=scores.device)
     index[kept] = torch.arange(len(kept), device=scores.device)

@@ -47,6 +47,9 @@ class MedusaDrafter(nn.Module):
     kind = "medusa"
     taps: tuple[int, ...] = ()
 
+    heads: Any  # a ModuleList of Sequentials; type checkers see plain modules
+    draft_ids: Tensor | None
+
     def __init__(self, config: MedusaConfig, draft_ids: Tensor | None = None):
         super().__init__()
         self.config = config
@@ -54,7 +57,9 @@ class MedusaDrafter(nn.Module):
         D = config.hidden_size
         # Each block of a head is its own: the reference repeats one block, which only one-layer checkpoints can't show.
         self.heads = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(D) for _ in range(config.layers)), nn.Linear(D, config.draft_vocab_size, bias=False))
+            nn.Sequential(
+                *(ResidualBlock(D) for _ in range(config.layers)), nn.Linear(D, config.draft_vocab_size, bias=False)
+            )
             for _ in range(config.heads)
         )
         self.register_buffer("draft_ids", draft_ids, persistent=False)
@@ -65,7 +70,7 @@ class MedusaDrafter(nn.Module):
 
     def trunk(self, k: int, hidden: Tensor) -> Tensor:
         """Head k up to its output layer, (..., D) -> (..., D)."""
-        return self.heads[k][:-1](hidden)
+        return self.heads[k][:-1](hidden.to(self.head_weight(k).dtype))
 
     def head_weight(self, k: int) -> Tensor:
         """(Vd, D), the output layer of head k."""
@@ -73,18 +78,22 @@ class MedusaDrafter(nn.Module):
 
     def logits(self, k: int, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., Vd): from h[t], scores for x[t+2+k]."""
-        return self.heads[k](hidden)
+        return F.linear(self.trunk(k, hidden), self.head_weight(k))
 
     def begin(self, capacity: int) -> "MedusaState":
         """See `Drafter.begin`."""
-        return MedusaState()
+        return MedusaState(self.head_weight(0).new_zeros(self.config.hidden_size))
 
     def extend(self, state: "MedusaState", tokens: Tensor, features: Features) -> None:
         """See `Drafter.extend`: only the newest hidden state counts."""
         state.hidden = features.final[0, -1]  # (D,)
 
     def propose(
-        self, state: "MedusaState", settings: DraftSettings, temperature: float = 0.0, generator: torch.Generator | None = None
+        self,
+        state: "MedusaState",
+        settings: DraftSettings,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
     ) -> DraftTree:
         """See `Drafter.propose`: a chain of the heads' choices, or a static tree over their ranks."""
         K = min(settings.length, self.config.heads)
@@ -117,7 +126,7 @@ class MedusaDrafter(nn.Module):
 class MedusaState:
     """The newest committed position's final hidden state, (D,)."""
 
-    hidden: Tensor | None = None
+    hidden: Tensor
 
 
 def default_rank_hits(heads: int, ranks: int) -> list[list[float]]:
@@ -128,7 +137,7 @@ def default_rank_hits(heads: int, ranks: int) -> list[list[float]]:
 def static_tree(rank_hits: tuple[tuple[float, ...], ...], total: int) -> list[tuple[int, ...]]:
     """The `total` rank paths most likely to be accepted, when heads are taken as independent.
 
-    The search of Medusa's paper, section 2.3.3: repeatedly take the path whose product of marginal hit rates is greatest.
+    The search of Medusa's paper, section 2.3.3: keep taking the path whose product of marginal hit rates is greatest.
 
     Args:
         rank_hits: [k][r], how often head k's choice of rank r is the target's token.
@@ -138,7 +147,7 @@ def static_tree(rank_hits: tuple[tuple[float, ...], ...], total: int) -> list[tu
         Paths of ranks, each preceded by its prefix; path (0, 2) is head 1's third choice after head 0's first.
     """
     chosen: list[tuple[int, ...]] = []
-    frontier = {(r,): hit for r, hit in enumerate(rank_hits[0])}
+    frontier: dict[tuple[int, ...], float] = {(r,): hit for r, hit in enumerate(rank_hits[0])}
     while frontier and len(chosen) < total:
         best = max(frontier, key=lambda path: (frontier[path], -len(path), [-r for r in path]))
         score = frontier.pop(best)

@@ -3,6 +3,8 @@
 `F.linear` reads an unpacked weight well for one row and badly for two to sixteen, which is where verification lives.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -28,11 +30,12 @@ def pack_linears(model: nn.Module) -> bool:
         weight = module.weight.detach() if native else module.weight.detach().float()
         bias = module.bias if native or module.bias is None else module.bias.float()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
-        module.forward = _product(packed, bias) if native else _widened(packed, bias, module.weight, module.bias)
+        forward = _product(packed, bias) if native else _widened(packed, bias, module.weight, module.bias)
+        module.forward = forward  # type: ignore[method-assign, assignment]
     return True
 
 
-def _product(packed: Tensor, bias: Tensor | None):
+def _product(packed: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     linear = torch.ops.mkldnn._linear_pointwise
 
     def forward(x: Tensor) -> Tensor:
@@ -41,7 +44,9 @@ def _product(packed: Tensor, bias: Tensor | None):
     return forward
 
 
-def _widened(packed: Tensor, bias: Tensor | None, weight: Tensor, narrow_bias: Tensor | None):
+def _widened(
+    packed: Tensor, bias: Tensor | None, weight: Tensor, narrow_bias: Tensor | None
+) -> Callable[[Tensor], Tensor]:
     linear = torch.ops.mkldnn._linear_pointwise
 
     def forward(x: Tensor) -> Tensor:

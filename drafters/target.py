@@ -10,14 +10,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from drafters import attention as _attention
 from drafters.cache import KVCache
@@ -63,6 +70,7 @@ class Target:
     def __post_init__(self) -> None:
         self.config = self.model.config.get_text_config()
         self.decoder: Any = self.model.get_decoder()
+        self._embedding: Any = self.model.get_input_embeddings()
         self.blocks = _find_blocks(self.decoder, self.config.num_hidden_layers, self.name)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
@@ -91,10 +99,10 @@ class Target:
     @property
     def embedding(self) -> Tensor:
         """The input embedding, (V, D)."""
-        return self.model.get_input_embeddings().weight
+        return self._embedding.weight
 
     def default_taps(self) -> tuple[int, ...]:
-        """The layers EAGLE-3's own code taps, 2, L // 2 and L - 3, spread out where a small target makes them collide."""
+        """The layers that EAGLE-3's own code taps, 2, L // 2 and L - 3; spread out where a small target has none."""
         L = self.num_layers
         taps = (2, L // 2, L - 3)
         if len(set(taps)) == 3 and taps == tuple(sorted(taps)) and taps[0] >= 1:
@@ -121,7 +129,9 @@ class Target:
             UserError: the tokenizer has no template, or the template refuses the messages.
         """
         if not self.tokenizer.chat_template:
-            raise UserError(f"target {self.name!r} has no chat template; pass token ids, or add a chat_template to its tokenizer")
+            raise UserError(
+                f"target {self.name!r} has no chat template; pass token ids, or add a chat_template to its tokenizer"
+            )
         try:
             ids = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, return_dict=False
@@ -168,7 +178,9 @@ class Target:
                 local = mask & near
                 masks = {"full_attention": mask, "sliding_attention": local} if self.mixed_windows else local
         if self.attention == "eager" and masks is not None:  # eager adds its mask to the scores
-            masks = {k: self._additive(m) for k, m in masks.items()} if isinstance(masks, dict) else self._additive(masks)
+            masks = (
+                {k: self._additive(m) for k, m in masks.items()} if isinstance(masks, dict) else self._additive(masks)
+            )
 
         for k in taps:
             self._hook(k)
@@ -202,7 +214,7 @@ class Target:
         return self.lm_head.weight.detach()[ids]
 
     @contextlib.contextmanager
-    def attention_backend(self, name: str):
+    def attention_backend(self, name: str) -> Iterator[None]:
         """Runs the target on another attention backend for a while (HF's own `generate` wants "sdpa")."""
         self.model.set_attn_implementation(name)
         before, self.attention = self.attention, name
@@ -219,7 +231,9 @@ class Target:
         return self
 
     def _additive(self, mask: Tensor) -> Tensor:
-        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
+            ~mask, torch.finfo(self.dtype).min
+        )
 
     def _hook(self, k: int) -> None:
         if k in self._hooked:
@@ -271,7 +285,8 @@ def load_target(
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"target.name={name!r} cannot be loaded: {first}") from error
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    nn.Module.to(model, place)
     return wrap_target(model, tokenizer, name, attention)
 
 
@@ -377,7 +392,9 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
 def _refuse(config: Any, name: str) -> None:
     """Refuses what cannot be decoded speculatively, by name, before any weight is read."""
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"target {name!r} is an encoder-decoder ({config.model_type}); headstart needs a decoder-only model")
+        raise UserError(
+            f"target {name!r} is an encoder-decoder ({config.model_type}); headstart needs a decoder-only model"
+        )
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or []) - ROLLBACK_LAYERS
     if kinds:
         _refuse_state(name, f"{config.model_type}: {', '.join(sorted(kinds))}")
@@ -400,7 +417,9 @@ def _fingerprint(target: Target) -> dict[str, Any]:
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.bfloat16).view(torch.int16).cpu()
         digest.update(f"{key}{tuple(weight.shape)}{sample.tolist()}".encode())
-    shape = {k: v for k, v in sorted(target.config.to_dict().items()) if isinstance(v, int | float) and not k.startswith("_")}
+    shape = {
+        k: v for k, v in sorted(target.config.to_dict().items()) if isinstance(v, int | float) and not k.startswith("_")
+    }
     vocabulary = json.dumps(sorted(target.tokenizer.get_vocab().items(), key=lambda item: item[1]))
     return {
         "name": target.name,

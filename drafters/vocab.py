@@ -26,7 +26,7 @@ def choose_draft_vocab(counts: Tensor, size: int | float | None, always: tuple[i
     if isinstance(size, float) and not 0 < size < 1 or not isinstance(size, float) and not 1 <= size <= V:
         raise UserError(f"drafter.draft_vocab={size}: a size of 1..{V}, a share between 0 and 1, or null is allowed")
     ranked = counts.double().clone()
-    ranked[list(always)] = counts.sum() + 1.0
+    ranked[list(always)] = float(counts.sum()) + 1.0
     order = torch.argsort(ranked, descending=True, stable=True)  # ties: the lower id, so that the choice is repeatable
     if isinstance(size, float):
         covered = counts[order].double().cumsum(0) / counts.sum().clamp(min=1)

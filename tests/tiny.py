@@ -95,7 +95,7 @@ def make_tokenizer(template: str | None = "chatml", vocab_size: int = 512) -> Pr
 
 
 def make_model(family: str = "llama", vocab_size: int = 512, layers: int = 4, seed: int = 0, **overrides: Any) -> Any:
-    """A random causal LM of another family, in float32: "llama", "qwen3", "mistral" (window 8), "gemma2" (mixed, window 8)."""
+    """A random causal LM in float32: "llama", "qwen3", "mistral" (window 8), "gemma2" (mixed, window 8)."""
     shape: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 64,

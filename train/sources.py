@@ -26,7 +26,7 @@ def read_rows(recipe: Recipe) -> Iterator[dict[str, Any] | None]:
     if options.source.startswith("hub:"):
         rows: Iterator[dict[str, Any] | None] = iter(_hub(recipe))
     else:
-        rows = (row for path in source_files(recipe) for row in _jsonl(path))
+        rows = (row for path in source_files(recipe) for row in read_jsonl(path))
     return islice(rows, options.max_rows)
 
 
@@ -97,7 +97,8 @@ def cached(
     return Dataset.from_file(str(folder / "rows.arrow")), json.loads((folder / "report.json").read_text())
 
 
-def _jsonl(path: Path) -> Iterator[dict[str, Any] | None]:
+def read_jsonl(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yields the objects of a JSONL file; None is a line that holds none."""
     with path.open("rb") as file:
         for line in file:
             if not line.strip():

@@ -1,0 +1,165 @@
+"""Where a drafter's inputs come from: the frozen target in process, with a store on disk between epochs.
+
+Rows of the store are computed in fixed blocks, whatever order training visits them in, so a resumed run reads the very
+same numbers.
+
+Shapes: B rows, T positions, D hidden width, A tapped layers.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from drafters.errors import UserError
+from drafters.target import Features, Target
+from train.data import EncodedData, collate
+
+BLOCK_ROWS = 16
+
+
+@torch.no_grad()
+def target_features(target: Target, ids: Tensor, taps: Sequence[int]) -> Features:
+    """The target's hidden states for rows padded on the right, (B, T); what stands in the padding is of no use.
+
+    Causal attention keeps padding out of the real positions, so no padding mask is needed.
+    """
+    positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(len(ids), -1)
+    return target.forward(ids, positions, taps=taps)
+
+
+class FeatureStore:
+    """Features of a set of rows: on disk in bfloat16 when they fit, else computed for every batch.
+
+    Args:
+        target: the frozen target.
+        data: the rows.
+        taps: tapped layers.
+        folder: where the store is; its name must change whenever the features would.
+        limit_gb: the most it may take; 0 keeps nothing.
+        main: only the main process writes.
+    """
+
+    def __init__(self, target: Target, data: EncodedData, taps: Sequence[int], folder: Path, limit_gb: float, main: bool = True):
+        self.target, self.data, self.taps, self.folder = target, data, tuple(taps), folder
+        self.pad_id = target.tokenizer.pad_token_id or 0
+        lengths = [len(ids) for ids in data.rows["input_ids"]]
+        self.order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))  # rows of one length pad least
+        self.place = {row: divmod(k, BLOCK_ROWS) for k, row in enumerate(self.order)}
+        self.lengths = lengths
+        self.bytes = sum(lengths) * (1 + len(self.taps)) * target.hidden_size * 2
+        self.stored = 0 < self.bytes <= limit_gb * 1e9
+        self.ready = False
+        self._files: dict[int, dict[str, Tensor]] = {}
+        if self.stored and main:
+            free = shutil.disk_usage(_existing(folder)).free
+            if self.bytes > 0.9 * free:
+                raise UserError(
+                    f"features of {sum(lengths)} tokens need {self.bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+                    "set train.cache_features=false or lower synthesis.tokens"
+                )
+
+    def prepare(self) -> None:
+        """Fills the store, block by block; a killed run goes on where it stopped."""
+        if not self.stored:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        blocks = range(0, len(self.order), BLOCK_ROWS)
+        missing = [start for start in blocks if not self._path(start // BLOCK_ROWS).exists()]
+        tokens = sum(self.lengths[row] for start in missing for row in self.order[start : start + BLOCK_ROWS])
+        with tqdm(total=tokens, unit="tok", desc="target features", dynamic_ncols=True, disable=not missing) as bar:
+            for start in missing:
+                rows = self.order[start : start + BLOCK_ROWS]
+                batch = self.data.batch(rows, self.pad_id)
+                features = target_features(self.target, batch["input_ids"].to(self.target.device), self.taps)
+                kept = batch["loss_mask"].new_zeros(batch["input_ids"].shape)
+                for i, length in enumerate(batch["lengths"].tolist()):
+                    kept[i, :length] = True
+                parts = {"final": features.final} | ({} if features.taps is None else {"taps": features.taps})
+                flat = {name: part[kept.to(part.device)].to(torch.bfloat16).cpu().contiguous() for name, part in parts.items()}
+                path = self._path(start // BLOCK_ROWS)
+                save_file(flat, path.with_suffix(".part"))
+                os.replace(path.with_suffix(".part"), path)
+                bar.update(int(kept.sum()))
+        self.ready = True
+
+    def get(self, rows: Sequence[int], ids: Tensor) -> Features:
+        """Features of these rows, padded like `ids` (B, T), in the target's dtype and on its device."""
+        if not self.ready:
+            return target_features(self.target, ids, self.taps)
+        D, A = self.target.hidden_size, len(self.taps)
+        final = torch.zeros(len(rows), ids.shape[1], D, dtype=torch.bfloat16)
+        taps = torch.zeros(len(rows), ids.shape[1], A * D, dtype=torch.bfloat16) if A else None
+        for i, row in enumerate(rows):
+            block, index = self.place[row]
+            tensors = self._open(block)
+            start = sum(self.lengths[r] for r in self.order[block * BLOCK_ROWS : block * BLOCK_ROWS + index])
+            end = start + self.lengths[row]
+            final[i, : end - start] = tensors["final"][start:end]
+            if taps is not None:
+                taps[i, : end - start] = tensors["taps"][start:end]
+        device, dtype = self.target.device, self.target.dtype
+        return Features(final.to(device, dtype), None if taps is None else taps.to(device, dtype))
+
+    def _open(self, block: int) -> dict[str, Tensor]:
+        if block not in self._files:  # memory-mapped: the page cache decides what stays in memory
+            with safe_open(self._path(block), framework="pt") as file:
+                self._files[block] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return self._files[block]
+
+    def _path(self, block: int) -> Path:
+        return self.folder / f"block-{block:05d}.safetensors"
+
+
+@torch.no_grad()
+def check_features(target: Target, store: FeatureStore) -> None:
+    """Gate one of DESIGN.md, decision 11, on the first rows of every run: the features used give the target's logits.
+
+    Raises:
+        UserError: zero, constant or non-finite features, or a head that does not reproduce the model's own logits.
+    """
+    rows = store.order[-2:]
+    batch = collate([store.data[row] for row in rows], store.pad_id)
+    ids = batch["input_ids"].to(target.device)
+    features = store.get(rows, ids)
+    length = min(int(batch["lengths"].min()), 128)
+    parts = {"final hidden state": features.final[:, :length]}
+    if features.taps is not None:
+        for k, tap in zip(store.taps, features.taps[:, :length].split(target.hidden_size, dim=-1), strict=True):
+            parts[f"hidden state of layer {k}"] = tap
+    for name, part in parts.items():
+        flat = part.float().flatten(0, 1)  # (rows, D)
+        if not torch.isfinite(flat).all():
+            raise UserError(f"the target's {name} has non-finite values; try target.dtype=float32")
+        if len(flat) > 1 and bool((flat.std(0) == 0).all()):
+            raise UserError(f"the target's {name} is {'zero' if not flat.any() else 'the same at every position'}; nothing can be learned from it")
+    with target.attention_backend("eager"):  # the model's own path, no part of ours
+        expected = target.model(input_ids=ids[:, :length]).logits.float()
+    ours = target.head(features.final[:, :length]).float()
+    gap = float((ours - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    limit = 1e-3 if target.dtype == torch.float32 and not store.ready else 6e-2  # bfloat16 has 8 bits
+    if gap > limit:
+        raise UserError(
+            f"the target's logits, recomputed from the features used, differ by {gap:.1%} of their range (limit {limit:.1%}); "
+            f"delete {store.folder}, or report this architecture ({target.config.model_type})"
+        )
+
+
+def feature_key(target: Target, data: EncodedData, taps: Sequence[int]) -> str:
+    """Names a store by all that its numbers depend on."""
+    parts = [target.fingerprint["weights"], str(target.dtype), data.key, list(taps), [len(i) for i in data.rows["input_ids"]]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder

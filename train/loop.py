@@ -1,0 +1,440 @@
+"""The loop: recipe -> drafter. `train(recipe, target)` sets up, `_fit` is the loop itself.
+
+Run: accelerate launch -m train recipes/smollm2-eagle3.yaml
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import set_seed
+from torch import Tensor
+from tqdm import tqdm
+
+from drafters.build import TrainedDrafter, build_eagle, build_medusa
+from drafters.checkpoint import load_drafter, save_drafter
+from drafters.errors import UserError
+from drafters.target import Target
+from drafters.vocab import choose_draft_vocab, coverage
+from train.data import EncodedData, global_batches, load_rows
+from train.features import FeatureStore, check_features, feature_key
+from train.objectives import Objective, position_weights
+from train.provenance import provenance
+from train.recipe import Recipe
+from train.state import read_state, restore, save_state
+from train.synthesis import synthesize
+from train.validation import Estimate, validate
+
+Decode = Callable[[TrainedDrafter, Target, int], float]
+"""A short real decode: drafter, target, number of prompts -> acceptance length."""
+
+
+@dataclass
+class Run:
+    """Everything the loop reads."""
+
+    recipe: Recipe
+    target: Target
+    accelerator: Accelerator
+    drafter: TrainedDrafter
+    objective: torch.nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    train_rows: EncodedData
+    validation_rows: EncodedData
+    train_features: FeatureStore
+    validation_features: FeatureStore
+    facts: dict[str, Any]
+    """What goes into `headstart.json`: recipe, versions, data counts."""
+    decode: Decode | None
+    step: int = 0
+    best: float = -math.inf
+    history: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def output(self) -> Path:
+        """The run's folder, which is the drafter's folder too."""
+        return Path(self.recipe.output)
+
+
+def train(recipe: Recipe, target: Target, decode: Decode | None = None) -> Path:
+    """Trains a drafter, or finishes a run that was interrupted.
+
+    Args:
+        recipe: the whole run.
+        target: frozen, from `recipe.target`.
+        decode: a short real decode for validation, passed in by the entry point.
+
+    Returns:
+        The run's folder: a drafter folder with the best weights, logs and the resumable state.
+    """
+    run = _setup(recipe, target, decode)
+    total = total_steps(recipe, len(run.train_rows))
+    if run.step < total or not run.history.get("done"):
+        _fit(run, total)
+    run.accelerator.end_training()
+    if run.accelerator.is_main_process:
+        results = run.history.get("results", {})
+        print(f"trained {total} steps; best acceptance length {results.get('tau_estimate', float('nan')):.2f} (estimate); wrote {run.output}")
+    return run.output
+
+
+def _fit(run: Run, total: int) -> None:
+    """One optimizer step an iteration: micro-batches, clip, step; now and then log, validate, save."""
+    options, accelerator = run.recipe.train, run.accelerator
+    saved_at, last = time.monotonic(), None
+    run.objective.train()
+    bar = tqdm(total=total, initial=run.step, desc=run.drafter.kind, unit="step", dynamic_ncols=True, smoothing=0.1)
+    bar.disable = not accelerator.is_main_process
+    try:
+        for rows in _batches(run, total):
+            _set_lr(run, total)
+            losses, hits = _accumulate(run, rows)
+            if options.clip is not None:
+                accelerator.clip_grad_norm_(run.objective.parameters(), options.clip)
+            for optimizer in run.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            run.step += 1
+            bar.update()
+            if run.step % options.log_every == 0 or run.step == total:
+                last = _log(run, bar, losses, hits)
+            due = options.eval_every and run.step % options.eval_every == 0
+            if due or run.step == total:
+                _validate(run, bar, total)
+            if run.step == total or time.monotonic() - saved_at > options.save_every_seconds:
+                _save(run)
+                saved_at = time.monotonic()
+    except KeyboardInterrupt:
+        _save(run)
+        raise
+    finally:
+        bar.close()
+    del last
+    run.history["done"] = True
+    _save(run)
+
+
+def _accumulate(run: Run, rows: list[int]) -> tuple[Tensor, Tensor]:
+    """Gradient of one global batch; returns the loss and the top-1 agreement of each step, (n,) each."""
+    accelerator, options = run.accelerator, run.recipe.train
+    masks = [torch.as_tensor(run.train_rows[row]["loss_mask"]) for row in rows]
+    inner: Objective = accelerator.unwrap_model(run.objective)
+    losses = hits = torch.zeros(inner.steps, device=accelerator.device)
+    micros = _my_micro_batches(len(rows), options.micro_batch, accelerator.num_processes, accelerator.process_index)
+    for i, micro in enumerate(micros):
+        mine = rows[micro]
+        weights = position_weights(masks, inner.steps, run.recipe.objective.normalization, micro)
+        if not mine:  # a short last batch: this process has no row left, but must take part
+            mine, weights = rows[:1], torch.zeros(1, inner.steps)
+        batch = run.train_rows.batch(mine, run.train_features.pad_id)
+        batch = {k: v.to(accelerator.device) for k, v in batch.items()}
+        features = run.train_features.get(mine, batch["input_ids"])
+        noise = _noise(run, features, i)
+        last = i + 1 == len(micros)
+        with contextlib.nullcontext() if last else accelerator.no_sync(run.objective), accelerator.autocast():
+            out = run.objective(batch["input_ids"], batch["loss_mask"], features, weights.to(accelerator.device), noise)
+            # gradients are averaged over processes, while the weights already sum to one over all of them
+            accelerator.backward(out["loss"] * accelerator.num_processes)
+        losses, hits = losses + out["steps"], hits + out["hits"]
+    if not bool(torch.isfinite(losses).all()):
+        bad = [j for j, x in enumerate(losses.tolist()) if not math.isfinite(x)]
+        raise UserError(
+            f"loss of {'head' if run.drafter.kind == 'medusa' else 'step'} {bad} is not finite in optimizer step {run.step + 1}, "
+            f"rows {rows}; lower train.lr, or set train.mixed_precision=no. The last saved state is kept"
+        )
+    return accelerator.reduce(losses), accelerator.reduce(hits)
+
+
+def _my_micro_batches(rows: int, micro: int, processes: int, rank: int) -> list[slice]:
+    """Slices of the global batch that this process takes; the same number on every process."""
+    count = math.ceil(rows / (micro * processes))
+    return [slice(start, start + micro) for start in range(rank * micro, count * micro * processes, micro * processes)]
+
+
+def _batches(run: Run, total: int) -> Iterator[list[int]]:
+    """Rows of every optimizer step from the current one on; a function of seed and step alone."""
+    size = run.recipe.train.global_batch
+    per_epoch = math.ceil(len(run.train_rows) / size)
+    for step in range(run.step, total):
+        epoch, index = divmod(step, per_epoch)
+        if step == run.step or index == 0:
+            order = global_batches(len(run.train_rows), size, run.recipe.seed, epoch)
+        yield order[index]
+
+
+def total_steps(recipe: Recipe, rows: int) -> int:
+    """Optimizer steps of the whole run; never a function of the number of processes."""
+    steps = max(1, round(recipe.train.epochs * math.ceil(rows / recipe.train.global_batch)))
+    return min(steps, recipe.train.max_steps) if recipe.train.max_steps else steps
+
+
+def lr_factor(step: int, total: int, recipe: Recipe) -> float:
+    """Share of the peak learning rate in optimizer step `step` (from 0): linear warm-up, then the schedule."""
+    options = recipe.train
+    warmup = options.warmup if isinstance(options.warmup, int) and options.warmup >= 1 else round(options.warmup * total)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, total - warmup)
+    shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[options.schedule]
+    return options.min_lr + (1 - options.min_lr) * shape
+
+
+def _set_lr(run: Run, total: int) -> None:
+    factor = lr_factor(run.step, total, run.recipe)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
+def _noise(run: Run, features: Any, micro: int) -> Tensor | None:
+    width = run.recipe.objective.feature_noise
+    if not width:
+        return None
+    size = features.final.shape[-1] + (0 if features.taps is None else features.taps.shape[-1])
+    key = ((run.recipe.seed * 1_000_003 + run.step) * 1009 + run.accelerator.process_index) * 101 + micro
+    generator = torch.Generator(features.final.device).manual_seed(key)
+    noise = torch.rand(*features.final.shape[:2], size, generator=generator, device=features.final.device)
+    return ((noise - 0.5) * 2 * width).to(features.final.dtype)
+
+
+def _log(run: Run, bar: tqdm, losses: Tensor, hits: Tensor) -> None:
+    values = {f"train/loss_{j}": x for j, x in enumerate(losses.tolist())}
+    values |= {f"train/hit_{j}": x for j, x in enumerate(hits.tolist())}
+    values["train/lr"] = run.optimizers[0].param_groups[0]["lr"]
+    bar.set_postfix({"loss": f"{losses.mean().item():.3f}", "hit0": f"{hits[0].item():.2f}"})
+    run.accelerator.log(values, step=run.step)
+
+
+def _validate(run: Run, bar: tqdm, total: int) -> None:
+    """Estimates the acceptance length, now and then decodes for real, and keeps the best drafter."""
+    recipe, accelerator = run.recipe, run.accelerator
+    run.objective.eval()
+    estimate: Estimate = validate(run.drafter, run.target, run.validation_rows, run.validation_features, run.recipe)
+    results: dict[str, Any] = {"step": run.step, **estimate.to_dict()}
+    every = recipe.train.decode_every
+    if run.decode is not None and every and accelerator.is_main_process and (run.step % every == 0 or run.step == total):
+        results["tau_decoded"] = run.decode(run.drafter, run.target, recipe.train.decode_prompts)
+    run.objective.train()
+    accelerator.log({f"validation/{k}": v for k, v in results.items() if isinstance(v, float)}, step=run.step)
+    # With a fixed draft length a step costs the same whatever the weights, so more tokens a step is more speed.
+    score = results.get("tau_decoded", estimate.tau) if every and run.decode else estimate.tau
+    if every and run.decode and "tau_decoded" not in results:
+        score = -math.inf  # scores of two kinds are not compared
+    if accelerator.is_main_process:
+        decoded = f", decoded {results['tau_decoded']:.2f}" if "tau_decoded" in results else ""
+        bar.write(f"step {run.step}: acceptance length {estimate.tau:.3f} (estimate{decoded}), by depth {estimate.survival_text()}")
+    if score > run.best:
+        run.best = score
+        run.history["results"] = results
+        if accelerator.is_main_process:
+            run.drafter.meta["rank_hits"] = estimate.rank_hits
+            save_drafter(run.drafter, run.output, run.target, {**run.facts, "rank_hits": estimate.rank_hits, "results": results})
+    accelerator.wait_for_everyone()
+
+
+def _save(run: Run) -> None:
+    if run.accelerator.is_main_process:
+        facts = {"step": run.step, "best": run.best, "history": run.history, "recipe": run.recipe.to_dict()}
+        save_state(run.output, run.drafter, run.optimizers, facts)
+
+
+# ---- set-up
+
+
+def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
+    accelerator = _accelerator(recipe)
+    set_seed(recipe.seed)
+    output = Path(recipe.output)
+    _check_shapes(recipe, target, accelerator)
+    state = read_state(output)
+    if state:
+        _check_same(recipe, state[1]["recipe"], output)
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            output.mkdir(parents=True, exist_ok=True)
+            if recipe.data.source == "synthesis":
+                synthesize(recipe, target)
+        rows, validation, report = load_rows(
+            recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions
+        )
+    drafter, vocab_facts = _drafter(recipe, target, rows, state)
+    if accelerator.is_main_process:
+        print(report)
+        size = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+        print(f"{drafter.kind}: {size / 1e6:.1f} M trainable parameters; draft vocabulary {vocab_facts['size']} ({vocab_facts['coverage']:.1%} covered)")
+    stores = [_store(target, part, drafter, recipe, accelerator.is_main_process) for part in (rows, validation)]
+    check_features(target, stores[0])  # before hours are spent on them, and again as they come back from disk
+    with accelerator.main_process_first():
+        for store in stores:
+            store.prepare()
+    check_features(target, stores[0])
+    objective = Objective(drafter, target, recipe.objective)
+    optimizers = _optimizers(drafter, recipe)
+    if state:
+        restore(state[0], drafter, optimizers)
+    objective, *optimizers = accelerator.prepare(objective, *optimizers)
+    facts = {
+        **provenance(recipe.to_dict()),
+        "data": {"samples": len(rows), "tokens": report.tokens, "supervised": report.supervised, "dropped": dict(report.dropped)},
+        "draft_vocab": vocab_facts,
+    }
+    run = Run(recipe, target, accelerator, drafter, objective, optimizers, rows, validation, *stores, facts, decode)
+    if state:
+        run.step, run.best, run.history = state[1]["step"], state[1]["best"], state[1]["history"]
+    _start_trackers(run)
+    if accelerator.is_main_process and run.step:
+        print(f"continuing {output} at step {run.step}")
+    return run
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    options = recipe.train
+    mode = options.mixed_precision
+    if mode == "auto":
+        native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        mode = "bf16" if native else "no"
+    trackers = [JsonLines(Path(recipe.output)) if t == "jsonl" else t for t in options.trackers]
+    return Accelerator(mixed_precision=mode, log_with=trackers, project_dir=recipe.output, cpu=recipe.target.device == "cpu")
+
+
+def _check_shapes(recipe: Recipe, target: Target, accelerator: Accelerator) -> None:
+    """Everything that can be refused before data is made."""
+    options = recipe.train
+    if options.global_batch % (options.micro_batch * accelerator.num_processes):
+        raise UserError(
+            f"train.global_batch={options.global_batch} is not a multiple of train.micro_batch={options.micro_batch} x "
+            f"{accelerator.num_processes} processes; lower train.micro_batch"
+        )
+    if recipe.data.max_length > target.max_positions:
+        raise UserError(f"data.max_length={recipe.data.max_length} exceeds the target's {target.max_positions} positions; lower it")
+    vocab = recipe.drafter.draft_vocab
+    if isinstance(vocab, int) and vocab > target.vocab_size:
+        raise UserError(f"drafter.draft_vocab={vocab} exceeds the target's {target.vocab_size} tokens; lower it or set null")
+    if recipe.drafter.taps is not None:
+        target.check_taps(recipe.drafter.taps)
+    if target.lm_head.weight.numel() == 0:
+        raise UserError("the target's head is empty in this process (sharded parameters?); load the target unsharded")
+
+
+def _check_same(recipe: Recipe, stored: dict[str, Any], output: Path) -> None:
+    """A run folder is continued with its own recipe only; what may change changes no number."""
+    free = {"log_every", "save_every_seconds", "trackers", "wandb_mode"}
+    now = recipe.to_dict()
+    for section, values in now.items():
+        for key, value in values.items() if isinstance(values, dict) else [(section, values)]:
+            before = stored.get(section, {}).get(key) if isinstance(values, dict) else stored.get(section)
+            if before != value and key not in free:
+                raise UserError(
+                    f"output={output} holds a run with {section}.{key}={before}, not {value}; "
+                    "choose another output, or delete that folder"
+                )
+
+
+def _drafter(recipe: Recipe, target: Target, rows: EncodedData, state: Any) -> tuple[TrainedDrafter, dict[str, Any]]:
+    options = recipe.drafter
+    counts = rows.supervised_counts(target.vocab_size)
+    if options.init:
+        drafter = load_drafter(options.init, target).float()
+        if drafter.kind != options.kind:
+            raise UserError(f"drafter.init={options.init} is {drafter.kind}, not drafter.kind={options.kind}")
+        drafter.requires_grad_(True)
+        ids = drafter.draft_ids
+    else:
+        ids = choose_draft_vocab(counts, options.draft_vocab, target.eos_token_ids)
+        if state and "draft_ids" in state[0]:
+            ids = state[0]["draft_ids"]
+        device_ids = None if ids is None else ids.to(target.device)
+        torch.manual_seed(recipe.seed)  # the starting weights
+        if options.kind == "medusa":
+            drafter = build_medusa(target, device_ids, options.heads, options.layers, options.warm_head, options.zero_blocks)
+        else:
+            drafter = build_eagle(
+                target, device_ids, int(options.kind[-1]), options.taps, options.intermediate_size,
+                options.num_heads, options.num_kv_heads, options.warm_head, options.warm_layer,
+            )
+        drafter.to(target.device)
+    if not options.train_head:
+        for head in [h[-1] for h in drafter.heads] if options.kind == "medusa" else [getattr(drafter, "lm_head", None)]:
+            if head is not None:
+                head.requires_grad_(False)
+    share = coverage(counts, None if ids is None else ids.cpu())
+    return drafter, {"size": target.vocab_size if ids is None else len(ids), "coverage": share}
+
+
+def _store(target: Target, rows: EncodedData, drafter: TrainedDrafter, recipe: Recipe, main: bool) -> FeatureStore:
+    folder = Path(recipe.output) / "features" / feature_key(target, rows, drafter.taps)
+    limit = recipe.train.cache_gb if recipe.train.cache_features else 0.0
+    return FeatureStore(target, rows, drafter.taps, folder, limit, main)
+
+
+def _optimizers(drafter: TrainedDrafter, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    options = recipe.train
+    named = [(n, p) for n, p in drafter.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in named if p.dim() == 2 and not _is_head(n, drafter)] if options.optimizer == "muon" else []
+    chosen = {id(p) for p in matrices}
+    rest = [p for _, p in named if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.dim() == 2], "weight_decay": options.weight_decay, "peak_lr": options.lr},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "peak_lr": options.lr},
+    ]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)]
+    if matrices:
+        group = {"params": matrices, "peak_lr": options.matrix_lr}
+        optimizers.append(
+            torch.optim.Muon([group], lr=options.matrix_lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    return optimizers
+
+
+def _is_head(name: str, drafter: TrainedDrafter) -> bool:
+    return name == "lm_head.weight" or drafter.kind == "medusa" and name.split(".")[2] == str(drafter.config.layers)
+
+
+def _start_trackers(run: Run) -> None:
+    output, accelerator, recipe = run.output, run.accelerator, run.recipe
+    if accelerator.is_main_process:
+        (output / "recipe.resolved.json").write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
+        JsonLines.cut(output, run.step)
+    init = {"wandb": {"mode": recipe.train.wandb_mode, "dir": str(output), "name": output.name}}
+    accelerator.init_trackers("headstart", init_kwargs=init)
+
+
+class JsonLines(GeneralTracker):
+    """One JSON object a line in `metrics.jsonl`: step, time and values."""
+
+    name = "jsonl"
+    requires_logging_directory = False
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.path = folder / "metrics.jsonl"
+
+    @property
+    def tracker(self) -> Path:
+        return self.path
+
+    @on_main_process
+    def store_init_configuration(self, values: dict) -> None:
+        """The resolved recipe lies beside the log already."""
+
+    @on_main_process
+    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
+        """Appends one line."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+
+    @staticmethod
+    def cut(folder: Path, step: int) -> None:
+        """Drops what was logged after the step that a resumed run starts from."""
+        path = folder / "metrics.jsonl"
+        if path.is_file():
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+            path.write_text("".join(line + "\n" for line in lines))

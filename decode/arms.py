@@ -104,7 +104,7 @@ def _run_hf(target: Target, ids: list[int], sampling: SamplingParams, max_new_to
     model: Any = target.model
     inputs = torch.tensor([ids], device=target.device)  # (1, T)
     torch.manual_seed(sampling.seed)
-    with target.attention_backend("sdpa"), _generation_config(target, sampling, max_new_tokens), torch.inference_mode():
+    with target.as_loaded(), _generation_config(target, sampling, max_new_tokens), torch.inference_mode():
         synchronize(target)
         start = time.perf_counter()
         output = model.generate(

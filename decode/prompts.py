@@ -12,7 +12,7 @@ from typing import Any
 
 from drafters.errors import UserError
 
-BUILT_IN = {"headstart": Path(__file__).parent / "data" / "headstart.jsonl"}
+BUILT_IN = {name: Path(__file__).parent / "data" / f"{name}.jsonl" for name in ("headstart", "calibration")}
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Prompt:
 
 
 def load_prompts(name_or_path: str | Path, limit: int | None = None, per_category: int | None = None) -> list[Prompt]:
-    """Read prompts from the built-in set "headstart" or from a file.
+    """Read prompts from a built-in set or from a file.
+
+    "headstart" is for measuring, "calibration" for choosing how much to draft; no prompt is in both.
 
     A ``.txt`` file holds one prompt a line. Any other file is JSONL, each row one of ``{"turns": [...]}``
     (Spec-Bench; the first turn is used), ``{"prompt": "..."}`` or ``{"messages": [...]}`` (a closing assistant

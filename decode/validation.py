@@ -1,10 +1,9 @@
 """A short real decode on the built-in prompts: what training passes for acceptance has to show here too."""
 
-from drafters.base import Drafter
-from drafters.target import Target
-
 from decode.engine import DraftSettings, generate
 from decode.prompts import load_prompts
+from drafters.base import Drafter
+from drafters.target import Target
 
 TOKENS = 48
 

@@ -62,6 +62,40 @@ class DraftSettings:
         if self.sample and self.kind == "tree":
             raise UserError("sampled drafts are exact on chains only; use a chain, or a tree with sample=False")
 
+    @staticmethod
+    def from_flags(chain: str | int | None, tree: str | None) -> "DraftSettings | None":
+        """Reads `--chain LENGTH` or `--tree TOTAL,DEPTH,TOPK`; None where neither is given.
+
+        Raises:
+            UserError: not whole numbers, or out of range.
+        """
+        try:
+            if chain is not None:
+                return DraftSettings("chain", int(chain))
+            if tree is not None:
+                total, depth, top_k = (int(number) for number in tree.split(","))
+                return DraftSettings("tree", depth, top_k, total)
+        except ValueError as error:
+            given = f"--chain {chain}" if chain is not None else f"--tree {tree}"
+            reason = f" ({error})" if isinstance(error, UserError) else ""
+            raise UserError(
+                f"{given}{reason}: write --chain LENGTH or --tree TOTAL,DEPTH,TOPK in whole numbers, such as 16,4,4"
+            ) from error
+        return None
+
+    def describe(self) -> str:
+        """For people."""
+        if self.length == 0:
+            return "off"
+        if self.kind == "chain":
+            return f"chain of {self.length}" + (", sampled" if self.sample else "")
+        return f"tree of {self.total} (depth {self.length}, top {self.top_k})"
+
+    @property
+    def scratch(self) -> int:
+        """Rows a drafter may need behind its committed ones while it drafts."""
+        return self.length if self.kind == "chain" else max(self.nodes, self.length * self.top_k)
+
     @property
     def nodes(self) -> int:
         """The most nodes a proposal may have."""
@@ -79,6 +113,7 @@ class Drafter(Protocol):
     kind: str
     taps: tuple[int, ...]
     meta: dict[str, Any]
+    default_settings: DraftSettings | None
 
     def begin(self, capacity: int) -> Any:
         """A fresh state for a request of at most `capacity` tokens, drafts included."""

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from drafters.base import DraftSettings
 from drafters.build import TrainedDrafter
 from drafters.eagle import EagleConfig, EagleDrafter
 from drafters.errors import UserError
 from drafters.medusa import MedusaConfig, MedusaDrafter
+from drafters.packing import pack_linears
 from drafters.target import Features, Target
 from drafters.vocab import from_offsets, to_offsets
 
@@ -80,11 +83,17 @@ def load_drafter(folder: str | Path, target: Target) -> TrainedDrafter:
     draft_ids = _draft_ids(kind, weights, meta, target)
     drafter = _skeleton(kind, config, draft_ids, folder)
     _compare(weights, expected_tensors(drafter), folder)
+    if kind == "eagle3":
+        target.check_taps(drafter.taps)
     state = {_module_name(kind, name): w for name, w in weights.items() if name not in ("d2t", "t2d", "token_map")}
     drafter.load_state_dict(state, strict=True)
     drafter.to(device=target.device, dtype=target.dtype)  # the id buffer keeps its integers
     drafter.eval().requires_grad_(False)
     drafter.meta = meta
+    if "draft" in meta:
+        drafter.default_settings = DraftSettings(**meta["draft"])
+    if target.packed:
+        pack_linears(drafter)
     meta["warnings"] = _mismatches(meta.get("target"), target)
     for line in meta["warnings"]:
         print(f"warning: {folder}: {line}", file=sys.stderr)
@@ -232,6 +241,8 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         size = llama.vocab_size if draft_ids is None else len(draft_ids)
         taps = tuple(config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
         return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps), draft_ids)
+    except StrictDataclassError as error:
+        raise UserError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / CONFIG}: key {error} is missing or of the wrong kind") from error
 

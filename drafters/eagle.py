@@ -89,6 +89,7 @@ class EagleDrafter(nn.Module):
         self.config, self.kind = config, f"eagle{config.version}"
         self.taps = config.taps
         self.meta: dict[str, Any] = {}
+        self.default_settings: DraftSettings | None = None
         llama, H = config.llama, config.llama.hidden_size
         layer = EagleLayer(llama, config.version)
         if config.version == 3:
@@ -126,7 +127,10 @@ class EagleDrafter(nn.Module):
     def fuse(self, features: Features) -> Tensor:
         """What the layer reads beside the token: fused taps (EAGLE-3) or the final hidden state, (B, T, H)."""
         dtype = self.fc.weight.dtype  # training keeps float32 weights beside a bfloat16 target
-        return self.fc(features.taps.to(dtype)) if self.config.version == 3 else features.final.to(dtype)
+        if self.config.version == 1:
+            return features.final.to(dtype)
+        assert features.taps is not None
+        return self.fc(features.taps.to(dtype))
 
     @property
     def head_weight(self) -> Tensor:
@@ -139,7 +143,9 @@ class EagleDrafter(nn.Module):
 
     def logits(self, out: Tensor) -> Tensor:
         """(..., H) -> (..., Vd): row t of step j predicts x[t+2+j]."""
-        return F.linear(self.normed(out), self.head_weight)
+        if self.config.version == 3:
+            return self.lm_head(self.normed(out))
+        return F.linear(out, self._shared["head"])
 
     def inputs(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Residual (B, T, H) and rotated q (B, heads, T, d), k, v (B, K, T, d) for token/feature pairs."""

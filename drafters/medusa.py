@@ -54,6 +54,7 @@ class MedusaDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.meta: dict[str, Any] = {}
+        self.default_settings: DraftSettings | None = None
         D = config.hidden_size
         # Each block of a head is its own: the reference repeats one block, which only one-layer checkpoints can't show.
         self.heads = nn.ModuleList(
@@ -78,7 +79,7 @@ class MedusaDrafter(nn.Module):
 
     def logits(self, k: int, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., Vd): from h[t], scores for x[t+2+k]."""
-        return F.linear(self.trunk(k, hidden), self.head_weight(k))
+        return self.heads[k][-1](self.trunk(k, hidden))
 
     def begin(self, capacity: int) -> "MedusaState":
         """See `Drafter.begin`."""

@@ -12,8 +12,12 @@ PACK_ROWS = 4  # the row count oneDNN chooses its layout for; 4 was best or near
 PACK_LIMIT = 4 << 30  # bytes: packing keeps a second copy of the weights
 
 
-def pack_linears(model: nn.Module) -> bool:
-    """Replaces the product inside every `nn.Linear` of a frozen CPU model; returns whether it did.
+Packed = list[tuple[nn.Module, Callable[[Tensor], Tensor]]]
+"""Modules and their packed products."""
+
+
+def pack_linears(model: nn.Module) -> Packed:
+    """Replaces the product inside every `nn.Linear` of a frozen CPU model; returns what it replaced, if anything.
 
     Where the CPU lacks bf16 instructions, a bf16 weight is packed in float32 (exact) and used from two rows on: inputs
     and outputs stay bf16 and sums are float32, as in a native bf16 product; one row keeps the native product.
@@ -21,7 +25,8 @@ def pack_linears(model: nn.Module) -> bool:
     linears = [m for m in model.modules() if type(m) is nn.Linear]
     size = sum(m.weight.numel() * 4 for m in linears)
     if not linears or size > PACK_LIMIT or not torch.backends.mkldnn.is_available():
-        return False
+        return []
+    packed_modules: Packed = []
     for module in linears:
         dtype = module.weight.dtype
         native = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -31,8 +36,21 @@ def pack_linears(model: nn.Module) -> bool:
         bias = module.bias if native or module.bias is None else module.bias.float()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
         forward = _product(packed, bias) if native else _widened(packed, bias, module.weight, module.bias)
-        module.forward = forward  # type: ignore[method-assign, assignment]
-    return True
+        packed_modules.append((module, forward))
+    install(packed_modules)
+    return packed_modules
+
+
+def install(packed: Packed) -> None:
+    """Puts packed products in place."""
+    for module, forward in packed:
+        module.forward = forward
+
+
+def remove(packed: Packed) -> None:
+    """Gives the modules their own products back."""
+    for module, _ in packed:
+        del module.forward
 
 
 def _product(packed: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

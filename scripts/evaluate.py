@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from decode.cost import tuned_settings
 from decode.evaluate import evaluate
 from decode.prompts import load_prompts
 from decode.report import print_table, write_report
@@ -38,26 +39,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
     p.add_argument("--attention", default="headstart", help="headstart, sdpa or eager")
     shape = p.add_mutually_exclusive_group()
-    shape.add_argument("--chain", type=int, metavar="LENGTH", help="draft one chain of LENGTH tokens")
+    shape.add_argument("--chain", type=int, metavar="LENGTH", help="draft a chain; default: chosen by timing")
     shape.add_argument("--tree", metavar="TOTAL,DEPTH,TOPK", help="draft a tree of TOTAL nodes")
     p.add_argument("--runs", type=int, default=2, help="passes over the arms per prompt; even numbers cancel drift")
     p.add_argument("--out", default="results", help="folder for report.html, report.json and raw.jsonl")
     p.add_argument("--no-hf", action="store_true", help="leave transformers' generate out")
     p.add_argument("--trust-remote-code", action="store_true", help="run model code that ships with the weights")
     return p
-
-
-def draft_settings(chain: int | None, tree: str | None) -> DraftSettings | None:
-    """Reads `--chain` and `--tree`; None (each drafter's own default) where neither is given."""
-    if chain is not None:
-        return DraftSettings(kind="chain", length=chain)
-    if tree is None:
-        return None
-    parts = tree.split(",")
-    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-        raise UserError(f"--tree {tree}: write TOTAL,DEPTH,TOPK in whole numbers, such as 16,4,4")
-    total, depth, top_k = (int(part) for part in parts)
-    return DraftSettings(kind="tree", total=total, length=depth, top_k=top_k)
 
 
 def load_drafters(arguments: list[str], target: Target) -> dict[str, Any]:
@@ -76,7 +64,7 @@ def load_drafters(arguments: list[str], target: Target) -> dict[str, Any]:
 def main() -> None:
     """Loads everything, measures, prints the table and writes the report."""
     args = parser().parse_args()
-    settings = draft_settings(args.chain, args.tree)  # mistakes should show before the models load
+    fixed = DraftSettings.from_flags(args.chain, args.tree)  # mistakes should show before the models load
     prompts = load_prompts(args.prompts, limit=args.limit)
     sampling = SamplingParams(
         temperature=args.temperature,
@@ -90,9 +78,11 @@ def main() -> None:
         args.target, dtype=args.dtype, attention=args.attention, trust_remote_code=args.trust_remote_code
     )
     out = Path(args.out)
+    drafters = load_drafters(args.drafter, target)
+    settings = {name: fixed or tuned_settings(target, drafter) for name, drafter in drafters.items()}
     report = evaluate(
         target,
-        load_drafters(args.drafter, target),
+        drafters,
         prompts,
         settings=settings,
         sampling=sampling,

@@ -1,4 +1,4 @@
-"""Drafters without weights: they know the answer, or never do, so that every path of the decoder is taken on purpose."""
+"""Drafters without weights that know the answer, or never do: every path of the decoder is taken on purpose."""
 
 import random
 from collections.abc import Callable, Sequence

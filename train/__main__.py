@@ -12,7 +12,9 @@ from train.recipe import load_recipe
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(prog="python -m train", description="Train a drafter by a recipe; continues an interrupted run.")
+    p = argparse.ArgumentParser(
+        prog="python -m train", description="Train a drafter by a recipe; continues an interrupted run."
+    )
     p.add_argument("recipe", help="YAML file, see recipes/")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="put over the recipe's values")
     return p
@@ -30,7 +32,7 @@ def main() -> None:
 
     options = recipe.target
     target = load_target(options.name, options.dtype, options.device, options.attention, options.trust_remote_code)
-    train(recipe, target.pack(), acceptance_length)
+    train(recipe, target, acceptance_length)
 
 
 run = cli(main)

@@ -13,8 +13,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -48,7 +49,9 @@ class FeatureStore:
         main: only the main process writes.
     """
 
-    def __init__(self, target: Target, data: EncodedData, taps: Sequence[int], folder: Path, limit_gb: float, main: bool = True):
+    def __init__(
+        self, target: Target, data: EncodedData, taps: Sequence[int], folder: Path, limit_gb: float, main: bool = True
+    ):
         self.target, self.data, self.taps, self.folder = target, data, tuple(taps), folder
         self.pad_id = target.tokenizer.pad_token_id or 0
         lengths = [len(ids) for ids in data.rows["input_ids"]]
@@ -73,19 +76,27 @@ class FeatureStore:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         blocks = range(0, len(self.order), BLOCK_ROWS)
-        missing = [start for start in blocks if not self._path(start // BLOCK_ROWS).exists()]
+        missing = [start for start in blocks if not self._complete(start // BLOCK_ROWS)]
         tokens = sum(self.lengths[row] for start in missing for row in self.order[start : start + BLOCK_ROWS])
         with tqdm(total=tokens, unit="tok", desc="target features", dynamic_ncols=True, disable=not missing) as bar:
             for start in missing:
                 rows = self.order[start : start + BLOCK_ROWS]
                 batch = self.data.batch(rows, self.pad_id)
-                features = target_features(self.target, batch["input_ids"].to(self.target.device), self.taps)
+                block = start // BLOCK_ROWS
+                taps = sorted({*self.taps, *(self._taps(block) or ())})  # what another drafter left here stays
+                features = target_features(self.target, batch["input_ids"].to(self.target.device), taps)
                 kept = batch["loss_mask"].new_zeros(batch["input_ids"].shape)
                 for i, length in enumerate(batch["lengths"].tolist()):
                     kept[i, :length] = True
-                parts = {"final": features.final} | ({} if features.taps is None else {"taps": features.taps})
-                flat = {name: part[kept.to(part.device)].to(torch.bfloat16).cpu().contiguous() for name, part in parts.items()}
-                path = self._path(start // BLOCK_ROWS)
+                parts = {"final": features.final}
+                if features.taps is not None:
+                    tapped = features.taps.split(self.target.hidden_size, dim=-1)
+                    parts |= {f"tap_{k}": tap for k, tap in zip(taps, tapped, strict=True)}
+                flat = {
+                    name: part[kept.to(part.device)].to(torch.bfloat16).cpu().contiguous()
+                    for name, part in parts.items()
+                }
+                path = self._path(block)
                 save_file(flat, path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
                 bar.update(int(kept.sum()))
@@ -97,23 +108,35 @@ class FeatureStore:
             return target_features(self.target, ids, self.taps)
         D, A = self.target.hidden_size, len(self.taps)
         final = torch.zeros(len(rows), ids.shape[1], D, dtype=torch.bfloat16)
-        taps = torch.zeros(len(rows), ids.shape[1], A * D, dtype=torch.bfloat16) if A else None
+        taps = torch.zeros(len(rows), ids.shape[1], A, D, dtype=torch.bfloat16)
         for i, row in enumerate(rows):
             block, index = self.place[row]
             tensors = self._open(block)
             start = sum(self.lengths[r] for r in self.order[block * BLOCK_ROWS : block * BLOCK_ROWS + index])
             end = start + self.lengths[row]
             final[i, : end - start] = tensors["final"][start:end]
-            if taps is not None:
-                taps[i, : end - start] = tensors["taps"][start:end]
+            for a, k in enumerate(self.taps):
+                taps[i, : end - start, a] = tensors[f"tap_{k}"][start:end]
         device, dtype = self.target.device, self.target.dtype
-        return Features(final.to(device, dtype), None if taps is None else taps.to(device, dtype))
+        return Features(final.to(device, dtype), taps.flatten(2).to(device, dtype) if A else None)
 
     def _open(self, block: int) -> dict[str, Tensor]:
         if block not in self._files:  # memory-mapped: the page cache decides what stays in memory
             with safe_open(self._path(block), framework="pt") as file:
                 self._files[block] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return self._files[block]
+
+    def _complete(self, block: int) -> bool:
+        taps = self._taps(block)
+        return taps is not None and taps >= set(self.taps)
+
+    def _taps(self, block: int) -> set[int] | None:
+        """Layers that a block holds; None if it is not there whole (safetensors compares length and header)."""
+        try:
+            with safe_open(self._path(block), framework="pt") as file:
+                return {int(name.removeprefix("tap_")) for name in file.keys() if name != "final"}  # noqa: SIM118
+        except (FileNotFoundError, SafetensorError):
+            return None
 
     def _path(self, block: int) -> Path:
         return self.folder / f"block-{block:05d}.safetensors"
@@ -140,7 +163,8 @@ def check_features(target: Target, store: FeatureStore) -> None:
         if not torch.isfinite(flat).all():
             raise UserError(f"the target's {name} has non-finite values; try target.dtype=float32")
         if len(flat) > 1 and bool((flat.std(0) == 0).all()):
-            raise UserError(f"the target's {name} is {'zero' if not flat.any() else 'the same at every position'}; nothing can be learned from it")
+            what = "the same at every position" if flat.any() else "zero"
+            raise UserError(f"the target's {name} is {what}; nothing can be learned from it")
     with target.attention_backend("eager"):  # the model's own path, no part of ours
         expected = target.model(input_ids=ids[:, :length]).logits.float()
     ours = target.head(features.final[:, :length]).float()
@@ -148,15 +172,17 @@ def check_features(target: Target, store: FeatureStore) -> None:
     limit = 1e-3 if target.dtype == torch.float32 and not store.ready else 6e-2  # bfloat16 has 8 bits
     if gap > limit:
         raise UserError(
-            f"the target's logits, recomputed from the features used, differ by {gap:.1%} of their range (limit {limit:.1%}); "
-            f"delete {store.folder}, or report this architecture ({target.config.model_type})"
+            f"the target's logits, recomputed from the features used, differ by {gap:.1%} of their range "
+            f"(limit {limit:.1%}); delete {store.folder}, or report this architecture ({target.config.model_type})"
         )
 
 
-def feature_key(target: Target, data: EncodedData, taps: Sequence[int]) -> str:
-    """Names a store by all that its numbers depend on."""
-    parts = [target.fingerprint["weights"], str(target.dtype), data.key, list(taps), [len(i) for i in data.rows["input_ids"]]]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+def feature_key(target: Target, data: EncodedData) -> str:
+    """Names a store by the target and the rows; drafters that tap different layers share it."""
+    digest = hashlib.sha256(json.dumps([target.fingerprint["weights"], str(target.dtype), data.key]).encode())
+    for part in data.rows.with_format("numpy").iter(batch_size=1024):  # two splits of one source may look alike
+        digest.update(np.concatenate(part["input_ids"]).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _existing(folder: Path) -> Path:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from drafters.build import TrainedDrafter, build_eagle, build_medusa
 from drafters.checkpoint import load_drafter, save_drafter
 from drafters.errors import UserError
+from drafters.medusa import MedusaDrafter
 from drafters.target import Target
 from drafters.vocab import choose_draft_vocab, coverage
 from train.data import EncodedData, global_batches, load_rows
@@ -82,14 +83,15 @@ def train(recipe: Recipe, target: Target, decode: Decode | None = None) -> Path:
     run.accelerator.end_training()
     if run.accelerator.is_main_process:
         results = run.history.get("results", {})
-        print(f"trained {total} steps; best acceptance length {results.get('tau_estimate', float('nan')):.2f} (estimate); wrote {run.output}")
+        best = results.get("tau_estimate", math.nan)
+        print(f"trained {total} steps; best acceptance length {best:.2f} (estimate); wrote {run.output}")
     return run.output
 
 
 def _fit(run: Run, total: int) -> None:
     """One optimizer step an iteration: micro-batches, clip, step; now and then log, validate, save."""
     options, accelerator = run.recipe.train, run.accelerator
-    saved_at, last = time.monotonic(), None
+    saved_at = time.monotonic()
     run.objective.train()
     bar = tqdm(total=total, initial=run.step, desc=run.drafter.kind, unit="step", dynamic_ncols=True, smoothing=0.1)
     bar.disable = not accelerator.is_main_process
@@ -105,19 +107,15 @@ def _fit(run: Run, total: int) -> None:
             run.step += 1
             bar.update()
             if run.step % options.log_every == 0 or run.step == total:
-                last = _log(run, bar, losses, hits)
+                _log(run, bar, losses, hits)
             due = options.eval_every and run.step % options.eval_every == 0
             if due or run.step == total:
                 _validate(run, bar, total)
             if run.step == total or time.monotonic() - saved_at > options.save_every_seconds:
                 _save(run)
                 saved_at = time.monotonic()
-    except KeyboardInterrupt:
-        _save(run)
-        raise
-    finally:
+    finally:  # an interrupt saves nothing: it may fall between two halves of a step
         bar.close()
-    del last
     run.history["done"] = True
     _save(run)
 
@@ -144,13 +142,15 @@ def _accumulate(run: Run, rows: list[int]) -> tuple[Tensor, Tensor]:
             # gradients are averaged over processes, while the weights already sum to one over all of them
             accelerator.backward(out["loss"] * accelerator.num_processes)
         losses, hits = losses + out["steps"], hits + out["hits"]
-    if not bool(torch.isfinite(losses).all()):
+    losses, hits = accelerator.reduce(losses), accelerator.reduce(hits)
+    if not bool(torch.isfinite(losses).all()):  # after the reduction: every process has to stop
         bad = [j for j, x in enumerate(losses.tolist()) if not math.isfinite(x)]
+        part = "head" if run.drafter.kind == "medusa" else "step"
         raise UserError(
-            f"loss of {'head' if run.drafter.kind == 'medusa' else 'step'} {bad} is not finite in optimizer step {run.step + 1}, "
-            f"rows {rows}; lower train.lr, or set train.mixed_precision=no. The last saved state is kept"
+            f"loss of {part} {bad} is not finite in optimizer step {run.step + 1}, rows {rows}; "
+            "lower train.lr, or set train.mixed_precision=no. The last saved state is kept"
         )
-    return accelerator.reduce(losses), accelerator.reduce(hits)
+    return losses, hits
 
 
 def _my_micro_batches(rows: int, micro: int, processes: int, rank: int) -> list[slice]:
@@ -179,7 +179,9 @@ def total_steps(recipe: Recipe, rows: int) -> int:
 def lr_factor(step: int, total: int, recipe: Recipe) -> float:
     """Share of the peak learning rate in optimizer step `step` (from 0): linear warm-up, then the schedule."""
     options = recipe.train
-    warmup = options.warmup if isinstance(options.warmup, int) and options.warmup >= 1 else round(options.warmup * total)
+    warmup = (
+        options.warmup if isinstance(options.warmup, int) and options.warmup >= 1 else round(options.warmup * total)
+    )
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, total - warmup)
@@ -220,23 +222,28 @@ def _validate(run: Run, bar: tqdm, total: int) -> None:
     estimate: Estimate = validate(run.drafter, run.target, run.validation_rows, run.validation_features, run.recipe)
     results: dict[str, Any] = {"step": run.step, **estimate.to_dict()}
     every = recipe.train.decode_every
-    if run.decode is not None and every and accelerator.is_main_process and (run.step % every == 0 or run.step == total):
+    due = every and (run.step % every == 0 or run.step == total)
+    if run.decode is not None and due and accelerator.is_main_process:
         results["tau_decoded"] = run.decode(run.drafter, run.target, recipe.train.decode_prompts)
     run.objective.train()
     accelerator.log({f"validation/{k}": v for k, v in results.items() if isinstance(v, float)}, step=run.step)
     # With a fixed draft length a step costs the same whatever the weights, so more tokens a step is more speed.
-    score = results.get("tau_decoded", estimate.tau) if every and run.decode else estimate.tau
-    if every and run.decode and "tau_decoded" not in results:
-        score = -math.inf  # scores of two kinds are not compared
+    if every and run.decode:
+        score = results.get("tau_decoded", -math.inf)  # scores of two kinds are not compared
+    else:  # without rows to judge by, the latest is the best
+        score = estimate.tau if len(run.validation_rows) else float(run.step)
     if accelerator.is_main_process:
         decoded = f", decoded {results['tau_decoded']:.2f}" if "tau_decoded" in results else ""
-        bar.write(f"step {run.step}: acceptance length {estimate.tau:.3f} (estimate{decoded}), by depth {estimate.survival_text()}")
+        depths = estimate.survival_text()
+        bar.write(f"step {run.step}: acceptance length {estimate.tau:.3f} (estimate{decoded}), by depth {depths}")
     if score > run.best:
         run.best = score
         run.history["results"] = results
         if accelerator.is_main_process:
             run.drafter.meta["rank_hits"] = estimate.rank_hits
-            save_drafter(run.drafter, run.output, run.target, {**run.facts, "rank_hits": estimate.rank_hits, "results": results})
+            save_drafter(
+                run.drafter, run.output, run.target, {**run.facts, "rank_hits": estimate.rank_hits, "results": results}
+            )
     accelerator.wait_for_everyone()
 
 
@@ -269,13 +276,17 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
     if accelerator.is_main_process:
         print(report)
         size = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-        print(f"{drafter.kind}: {size / 1e6:.1f} M trainable parameters; draft vocabulary {vocab_facts['size']} ({vocab_facts['coverage']:.1%} covered)")
-    stores = [_store(target, part, drafter, recipe, accelerator.is_main_process) for part in (rows, validation)]
-    check_features(target, stores[0])  # before hours are spent on them, and again as they come back from disk
+        print(
+            f"{drafter.kind}: {size / 1e6:.1f} M trainable parameters; draft vocabulary {vocab_facts['size']}", end=""
+        )
+        print(f" ({vocab_facts['coverage']:.1%} covered)")
+    store = _store(target, rows, drafter, recipe, accelerator.is_main_process)
+    held_out = _store(target, validation, drafter, recipe, accelerator.is_main_process)
+    check_features(target, store)  # before hours are spent on them, and again as they come back from disk
     with accelerator.main_process_first():
-        for store in stores:
-            store.prepare()
-    check_features(target, stores[0])
+        store.prepare()
+        held_out.prepare()
+    check_features(target, store)
     objective = Objective(drafter, target, recipe.objective)
     optimizers = _optimizers(drafter, recipe)
     if state:
@@ -283,10 +294,17 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
     objective, *optimizers = accelerator.prepare(objective, *optimizers)
     facts = {
         **provenance(recipe.to_dict()),
-        "data": {"samples": len(rows), "tokens": report.tokens, "supervised": report.supervised, "dropped": dict(report.dropped)},
+        "data": {
+            "samples": len(rows),
+            "tokens": report.tokens,
+            "supervised": report.supervised,
+            "dropped": dict(report.dropped),
+        },
         "draft_vocab": vocab_facts,
     }
-    run = Run(recipe, target, accelerator, drafter, objective, optimizers, rows, validation, *stores, facts, decode)
+    run = Run(
+        recipe, target, accelerator, drafter, objective, optimizers, rows, validation, store, held_out, facts, decode
+    )
     if state:
         run.step, run.best, run.history = state[1]["step"], state[1]["best"], state[1]["history"]
     _start_trackers(run)
@@ -302,7 +320,9 @@ def _accelerator(recipe: Recipe) -> Accelerator:
         native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         mode = "bf16" if native else "no"
     trackers = [JsonLines(Path(recipe.output)) if t == "jsonl" else t for t in options.trackers]
-    return Accelerator(mixed_precision=mode, log_with=trackers, project_dir=recipe.output, cpu=recipe.target.device == "cpu")
+    return Accelerator(
+        mixed_precision=mode, log_with=trackers, project_dir=recipe.output, cpu=recipe.target.device == "cpu"
+    )
 
 
 def _check_shapes(recipe: Recipe, target: Target, accelerator: Accelerator) -> None:
@@ -314,10 +334,14 @@ def _check_shapes(recipe: Recipe, target: Target, accelerator: Accelerator) -> N
             f"{accelerator.num_processes} processes; lower train.micro_batch"
         )
     if recipe.data.max_length > target.max_positions:
-        raise UserError(f"data.max_length={recipe.data.max_length} exceeds the target's {target.max_positions} positions; lower it")
+        raise UserError(
+            f"data.max_length={recipe.data.max_length} exceeds the target's {target.max_positions} positions; lower it"
+        )
     vocab = recipe.drafter.draft_vocab
     if isinstance(vocab, int) and vocab > target.vocab_size:
-        raise UserError(f"drafter.draft_vocab={vocab} exceeds the target's {target.vocab_size} tokens; lower it or set null")
+        raise UserError(
+            f"drafter.draft_vocab={vocab} exceeds the target's {target.vocab_size} tokens; lower it or set null"
+        )
     if recipe.drafter.taps is not None:
         target.check_taps(recipe.drafter.taps)
     if target.lm_head.weight.numel() == 0:
@@ -326,14 +350,15 @@ def _check_shapes(recipe: Recipe, target: Target, accelerator: Accelerator) -> N
 
 def _check_same(recipe: Recipe, stored: dict[str, Any], output: Path) -> None:
     """A run folder is continued with its own recipe only; what may change changes no number."""
-    free = {"log_every", "save_every_seconds", "trackers", "wandb_mode"}
+    free = {"log_every", "save_every_seconds", "trackers", "wandb_mode", "features"}
     now = recipe.to_dict()
     for section, values in now.items():
         for key, value in values.items() if isinstance(values, dict) else [(section, values)]:
             before = stored.get(section, {}).get(key) if isinstance(values, dict) else stored.get(section)
             if before != value and key not in free:
+                name = f"{section}.{key}" if isinstance(values, dict) else section
                 raise UserError(
-                    f"output={output} holds a run with {section}.{key}={before}, not {value}; "
+                    f"output={output} holds a run with {name}={before}, not {value}; "
                     "choose another output, or delete that folder"
                 )
 
@@ -342,7 +367,7 @@ def _drafter(recipe: Recipe, target: Target, rows: EncodedData, state: Any) -> t
     options = recipe.drafter
     counts = rows.supervised_counts(target.vocab_size)
     if options.init:
-        drafter = load_drafter(options.init, target).float()
+        drafter = load_drafter(options.init, target).float().bind(target)  # bound anew: in float32
         if drafter.kind != options.kind:
             raise UserError(f"drafter.init={options.init} is {drafter.kind}, not drafter.kind={options.kind}")
         drafter.requires_grad_(True)
@@ -354,23 +379,33 @@ def _drafter(recipe: Recipe, target: Target, rows: EncodedData, state: Any) -> t
         device_ids = None if ids is None else ids.to(target.device)
         torch.manual_seed(recipe.seed)  # the starting weights
         if options.kind == "medusa":
-            drafter = build_medusa(target, device_ids, options.heads, options.layers, options.warm_head, options.zero_blocks)
+            drafter = build_medusa(
+                target, device_ids, options.heads, options.layers, options.warm_head, options.zero_blocks
+            )
         else:
             drafter = build_eagle(
-                target, device_ids, int(options.kind[-1]), options.taps, options.intermediate_size,
-                options.num_heads, options.num_kv_heads, options.warm_head, options.warm_layer,
+                target,
+                device_ids,
+                int(options.kind[-1]),
+                options.taps,
+                options.intermediate_size,
+                options.num_heads,
+                options.num_kv_heads,
+                options.warm_head,
+                options.warm_layer,
             )
         drafter.to(target.device)
     if not options.train_head:
-        for head in [h[-1] for h in drafter.heads] if options.kind == "medusa" else [getattr(drafter, "lm_head", None)]:
-            if head is not None:
-                head.requires_grad_(False)
+        for name, weight in drafter.named_parameters():
+            if _is_head(name, drafter):
+                weight.requires_grad_(False)
     share = coverage(counts, None if ids is None else ids.cpu())
     return drafter, {"size": target.vocab_size if ids is None else len(ids), "coverage": share}
 
 
 def _store(target: Target, rows: EncodedData, drafter: TrainedDrafter, recipe: Recipe, main: bool) -> FeatureStore:
-    folder = Path(recipe.output) / "features" / feature_key(target, rows, drafter.taps)
+    root = recipe.train.features or f"{recipe.output}/features"
+    folder = Path(root) / feature_key(target, rows)
     limit = recipe.train.cache_gb if recipe.train.cache_features else 0.0
     return FeatureStore(target, rows, drafter.taps, folder, limit, main)
 
@@ -385,17 +420,23 @@ def _optimizers(drafter: TrainedDrafter, recipe: Recipe) -> list[torch.optim.Opt
         {"params": [p for p in rest if p.dim() == 2], "weight_decay": options.weight_decay, "peak_lr": options.lr},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "peak_lr": options.lr},
     ]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)
+    ]
     if matrices:
         group = {"params": matrices, "peak_lr": options.matrix_lr}
         optimizers.append(
-            torch.optim.Muon([group], lr=options.matrix_lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
+            torch.optim.Muon(
+                [group], lr=options.matrix_lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
         )
     return optimizers
 
 
 def _is_head(name: str, drafter: TrainedDrafter) -> bool:
-    return name == "lm_head.weight" or drafter.kind == "medusa" and name.split(".")[2] == str(drafter.config.layers)
+    if isinstance(drafter, MedusaDrafter):
+        return name.split(".")[2] == str(drafter.config.layers)
+    return name == "lm_head.weight"
 
 
 def _start_trackers(run: Run) -> None:
@@ -436,5 +477,9 @@ class JsonLines(GeneralTracker):
         """Drops what was logged after the step that a resumed run starts from."""
         path = folder / "metrics.jsonl"
         if path.is_file():
-            lines = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+            lines = [
+                line
+                for line in path.read_text().splitlines()
+                if line.endswith("}") and json.loads(line)["step"] <= step
+            ]
             path.write_text("".join(line + "\n" for line in lines))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drafters.build import TrainedDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.target import Features, Target
-from train.recipe import ObjectiveOptions
+from train.recipe import Loss, ObjectiveOptions
 
 
 def ce(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def kl(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-LOGIT_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"ce": ce, "kl": kl}
+LOGIT_LOSSES: dict[Loss, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"ce": ce, "kl": kl}
 
 
 def smooth_l1(predicted: Tensor, features: Tensor) -> Tensor:
@@ -73,9 +73,7 @@ def supervised(loss_mask: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     return where, where[:, 1:] - 2 - torch.arange(steps, device=where.device) >= 0
 
 
-def position_weights(
-    loss_masks: Sequence[Tensor], steps: int, normalization: str, rows: slice
-) -> Tensor:
+def position_weights(loss_masks: Sequence[Tensor], steps: int, normalization: str, rows: slice) -> Tensor:
     """Weight of each (position, step) of some rows, so that their losses add up over the whole optimizer step.
 
     Args:
@@ -88,7 +86,9 @@ def position_weights(
         (rows, n); row b's tokens each weigh [b, j] in step j. Summed over a global batch, each step's weights are 1.
     """
     # step j can predict position s iff s >= 2 + j
-    counts = torch.tensor([[int(mask[2 + j :].sum()) for j in range(steps)] for mask in loss_masks], dtype=torch.float64)
+    counts = torch.tensor(
+        [[int(mask[2 + j :].sum()) for j in range(steps)] for mask in loss_masks], dtype=torch.float64
+    )
     if normalization == "per_token":
         weights = (1.0 / counts.sum(0).clamp(min=1)).expand(len(loss_masks), -1)
     else:
@@ -148,7 +148,9 @@ class _ChunkedHead(torch.autograd.Function):
 class ChunkRun:
     """What `_ChunkedHead` reads beside the hidden states: teacher, labels and weights, by position."""
 
-    def __init__(self, rows_loss: Callable, teacher: Callable[[slice], Tensor], labels: Tensor, weights: Tensor, chunk: int):
+    def __init__(
+        self, rows_loss: Callable, teacher: Callable[[slice], Tensor], labels: Tensor, weights: Tensor, chunk: int
+    ):
         self.rows_loss, self.target_logits = rows_loss, teacher
         self.labels, self.weights, self.chunk = labels, weights, chunk
 
@@ -162,8 +164,8 @@ def chunked_head_loss(run: ChunkRun, hidden: Tensor, heads: Sequence[Tensor]) ->
         heads: one (Vd, H) weight for all steps, or n of them.
 
     Returns:
-        (n,) losses, to be summed with equal weight (they share one gradient), and (n,) weighted shares of positions where
-        the drafter's best token is the target's.
+        (n,) losses, to be summed with equal weight (they share one gradient), and (n,) weighted shares of positions
+        where the drafter's best token is the target's.
     """
     return _ChunkedHead.apply(run, hidden, *heads)
 
@@ -193,7 +195,9 @@ class Objective(nn.Module):
             lookup[ids] = torch.arange(len(ids), device=target.device)
         self._to_draft = [lookup]
 
-    def forward(self, ids: Tensor, loss_mask: Tensor, features: Features, weights: Tensor, noise: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, ids: Tensor, loss_mask: Tensor, features: Features, weights: Tensor, noise: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Losses of one micro-batch.
 
         Args:
@@ -225,8 +229,11 @@ class Objective(nn.Module):
         hits = torch.zeros(self.steps, device=ids.device)
         if any(self.options.losses.get(name) for name in LOGIT_LOSSES):
             run = ChunkRun(
-                self._rows_loss, lambda rows: self._teacher_logits(truth[rows]), self._to_draft[0][ids[b, s]],
-                unit * step_weight, self.options.chunk,
+                self._rows_loss,
+                lambda rows: self._teacher_logits(truth[rows]),
+                self._to_draft[0][ids[b, s]],
+                unit * step_weight,
+                self.options.chunk,
             )
             losses, hits = chunked_head_loss(run, self._head_input(hidden), self._heads())
             loss, parts, hits = loss + losses.sum(), parts + losses.detach() / step_weight, hits / step_weight

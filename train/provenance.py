@@ -17,8 +17,12 @@ def git_revision() -> str | None:
     """Revision of this checkout, with "+" when files were changed; None outside git."""
     root = Path(__file__).resolve().parent.parent
     try:
-        head = subprocess.run(["git", "-C", root, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        head = subprocess.run(
+            ["git", "-C", root, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        )
+        status = subprocess.run(
+            ["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if status.stdout.strip() else "")

@@ -202,9 +202,11 @@ class TrainOptions:
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     """How Weights & Biases runs, if it is among the trackers."""
     cache_features: bool = True
-    """Keep the target's features in memory between epochs when they fit `cache_gb`."""
-    cache_gb: NotNegative = 2.0
-    """Memory for those features in GB."""
+    """Keep the target's features on disk, in bfloat16, between epochs when they fit `cache_gb`."""
+    cache_gb: NotNegative = 8.0
+    """Disk for those features in GB; what does not fit is computed anew for every batch."""
+    features: str | None = None
+    """Folder of those features, which runs on the same rows may share; null is `features` in the run's folder."""
 
 
 @dataclass(frozen=True)

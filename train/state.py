@@ -6,6 +6,7 @@ weights, optimizer state by parameter name and the counters are all there is.
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from drafters.errors import UserError
 STATE = "state.safetensors"
 
 
-def save_state(folder: Path, drafter: nn.Module, optimizers: list[torch.optim.Optimizer], facts: dict[str, Any]) -> None:
+def save_state(
+    folder: Path, drafter: nn.Module, optimizers: list[torch.optim.Optimizer], facts: dict[str, Any]
+) -> None:
     """Writes weights, optimizer state and `facts` (JSON: step, best, recipe, ...)."""
     tensors = {f"weight/{name}": w for name, w in drafter.state_dict().items()}
     ids = getattr(drafter, "draft_ids", None)
@@ -64,15 +67,19 @@ def restore(tensors: dict[str, Tensor], drafter: nn.Module, optimizers: list[tor
             prefix = f"optimizer/{k}/{name}/"
             slots = {n.removeprefix(prefix): tensors[n] for n in sorted(saved) if n.startswith(prefix)}
             if not slots:
-                raise UserError(f"the saved state has no optimizer state for {name}; was it frozen then? choose another output")
+                raise UserError(
+                    f"the saved state has no optimizer state for {name}; was it frozen then? choose another output"
+                )
             saved -= {prefix + slot for slot in slots}
             # step counters stay on the CPU, as torch keeps them
             optimizer.state[parameter] = {s: v if v.dim() == 0 else v.to(parameter.device) for s, v in slots.items()}
     if saved:
-        raise UserError(f"the saved state trains {sorted(saved)[0].split('/')[2]}, which is frozen now; choose another output")
+        raise UserError(
+            f"the saved state trains {sorted(saved)[0].split('/')[2]}, which is frozen now; choose another output"
+        )
 
 
-def _slots(drafter: nn.Module, optimizers: list[torch.optim.Optimizer]):
+def _slots(drafter: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[int, str, str, Tensor]]:
     for k, optimizer in enumerate(optimizers):
         for parameter, name in _named(drafter, optimizer):
             for slot, value in optimizer.state[parameter].items():

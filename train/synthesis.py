@@ -15,8 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -76,17 +77,18 @@ def synthesize(recipe: Recipe, target: Target) -> Path:
         The folder. A row is {"messages", "input_ids", "loss_mask"}; the mask marks what the target wrote as assistant.
 
     Raises:
-        UserError: the folder holds text of other settings, prompts that can't be read, or a template without a user turn.
+        UserError: the folder holds text of other settings, prompts can't be read, a template shows no user turn, or
+            the target writes nothing.
     """
     options, folder = recipe.synthesis, Path(recipe.synthesis.folder)
     prompts = _read_prompts(options, target) if options.prompts else None
     manifest = _open_manifest(folder, _settings(recipe, target, prompts))
     shards = [Shard(**{**s, "dropped": Counter(s["dropped"])}) for s in manifest["shards"]]
-    if manifest["complete"]:
-        return folder
     total, rows = sum(s.tokens for s in shards), sum(s.written for s in shards)
     goal = options.tokens
-    with tqdm(total=goal, initial=min(total, goal), unit="tok", desc="synthesis", smoothing=0.1, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=goal, initial=min(total, goal), unit="tok", desc="synthesis", smoothing=0.1, dynamic_ncols=True
+    ) as bar:
         while total < goal and (options.rows is None or rows < options.rows):
             work = _next_prompts(prompts, len(shards), options.batch)
             if prompts is not None and not work:
@@ -97,6 +99,8 @@ def synthesize(recipe: Recipe, target: Target) -> Path:
             bar.n = total  # what was dropped does not count
             bar.refresh()
             _save_manifest(folder, manifest, shards)
+            if prompts is None and not shard.written:  # it would go on like this forever
+                raise UserError(f"target {target.name!r} wrote no conversation; dropped: {dict(shard.dropped)}")
     manifest["complete"] = True
     _save_manifest(folder, manifest, shards)
     seconds = sum(s.seconds for s in shards)
@@ -111,7 +115,12 @@ def synthesize(recipe: Recipe, target: Target) -> Path:
 
 
 def _write_shard(
-    folder: Path, index: int, recipe: Recipe, target: Target, prompts: list[list[dict[str, str]]] | None, tick: Callable[[int], Any]
+    folder: Path,
+    index: int,
+    recipe: Recipe,
+    target: Target,
+    prompts: list[list[dict[str, str]]] | None,
+    tick: Callable[[int], Any],
 ) -> Shard:
     """Generates one block and puts it in place at once, so that a half-written shard never counts."""
     start = time.perf_counter()
@@ -150,7 +159,7 @@ class Block:
         self.self_written = prompts is None
         self.finished: list[dict[str, Any]] = []
         self.opening = None if prompts else self._user_prefix([])
-        started = [self._start(p) for p in (prompts or [None] * options.batch)]
+        started = [self._start(p) for p in prompts] if prompts else [self._start(None) for _ in range(options.batch)]
         self.rows: list[Conversation | None] = list(started)
         self.columns = min(options.columns, target.max_positions)
         if prompts:  # given prompts need their own length, not the recipe's
@@ -200,7 +209,7 @@ class Block:
     def _sample(self, logits: Tensor) -> Tensor:
         if self.options.temperature == 0:
             return logits.argmax(-1)
-        scores = self.warpers(None, logits.float())
+        scores = self.warpers(cast(Any, None), logits.float())  # none of these warpers looks at the ids
         # inverse CDF: one uniform a row, where the exponential race needs one a token
         cdf = torch.softmax(scores, dim=-1).cumsum(-1)  # (B, V)
         coins = torch.rand(len(cdf), 1, generator=self.generator, device=cdf.device) * cdf[:, -1:]
@@ -232,7 +241,7 @@ class Block:
             conversation.mask.append(int(conversation.role == "assistant"))
         if not ended and len(conversation.turn) < limit:
             return False
-        text = self.target.tokenizer.decode(conversation.turn[:-1] if ended else conversation.turn, skip_special_tokens=True)
+        text = self._decode(conversation.turn[:-1] if ended else conversation.turn)
         if conversation.role == "user":
             return self._end_user(b, conversation, text.strip())
         conversation.messages.append({"role": "assistant", "content": text})
@@ -242,6 +251,9 @@ class Block:
             self._finish(b)
             return False
         return self._next_user(b, conversation)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _end_user(self, b: int, conversation: Conversation, text: str) -> bool:
         if not text:
@@ -266,8 +278,9 @@ class Block:
     def _force(self, b: int, conversation: Conversation, ids: list[int], role: str) -> bool:
         """Feeds the rest of `ids`; where what was read differs from them, the row restarts and reads them anew."""
         fresh = ids[: len(conversation.ids)] != conversation.ids
-        new = ids if fresh else ids[len(conversation.ids) :]
-        conversation.mask = [0] * len(ids) if fresh else conversation.mask + [0] * len(new)
+        # an earlier answer was written after the very same tokens, so it still counts
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, conversation.ids, strict=False)))
+        conversation.mask = conversation.mask[:same] + [0] * (len(ids) - same)
         conversation.read = 0 if fresh else conversation.read
         conversation.ids, conversation.turn, conversation.role = list(ids), [], role
         return fresh
@@ -282,7 +295,7 @@ class Block:
         if prompt is None:
             assert self.opening is not None
             return Conversation([], None, list(self.opening), [0] * len(self.opening))
-        first = next(i for i, m in enumerate(prompt) if m["role"] == "user") + 1
+        first = _first_user(prompt) + 1
         messages = prompt[:first]
         ids = self.target.render(messages)
         given = [m["content"] for m in prompt[first:] if m["role"] == "user"]
@@ -294,7 +307,7 @@ class Block:
         assert conversation is not None
         messages = conversation.messages
         if cut and conversation.role == "assistant" and conversation.turn:
-            text = self.target.tokenizer.decode(conversation.turn, skip_special_tokens=True)
+            text = self._decode(conversation.turn)
             messages = [*messages, {"role": "assistant", "content": text}]
         if not any(conversation.mask):
             self._drop(b, "cut_before_the_answer")
@@ -302,7 +315,9 @@ class Block:
         last = len(conversation.mask) - conversation.mask[::-1].index(1)  # what follows the last answer is no use
         while messages[-1]["role"] == "user":
             messages = messages[:-1]
-        self.finished.append({"messages": messages, "input_ids": conversation.ids[:last], "loss_mask": conversation.mask[:last]})
+        self.finished.append(
+            {"messages": messages, "input_ids": conversation.ids[:last], "loss_mask": conversation.mask[:last]}
+        )
         self.shard.written += 1
         self.shard.tokens += conversation.sampled
         self.rows[b] = None
@@ -315,30 +330,62 @@ class Block:
         """The template up to where the user's next words would stand."""
         tokenizer = self.target.tokenizer
         if not tokenizer.chat_template:
-            raise UserError(f"target {self.target.name!r} has no chat template; give synthesis.prompts a target that has one")
+            raise UserError(
+                f"target {self.target.name!r} has no chat template; give synthesis.prompts a target that has one"
+            )
         asked = [*messages, {"role": "user", "content": PLACEHOLDER}]
-        text = tokenizer.apply_chat_template(asked, tokenize=False)
+        text = str(tokenizer.apply_chat_template(asked, tokenize=False))
         if PLACEHOLDER not in text:
-            raise UserError(f"the chat template of {self.target.name!r} does not show the user's text; use synthesis.prompts")
-        return tokenizer.encode(text[: text.index(PLACEHOLDER)], add_special_tokens=False)
+            raise UserError(
+                f"the chat template of {self.target.name!r} does not show the user's text; use synthesis.prompts"
+            )
+        return list(tokenizer.encode(text[: text.index(PLACEHOLDER)], add_special_tokens=False))
 
 
 def _read_prompts(options: SynthesisOptions, target: Target) -> list[list[dict[str, str]]]:
-    """Prompts that begin with a user turn, shortest first, so that the rows of a block are of one length."""
-    prompts = []
-    for row in read_jsonl(Path(options.prompts or "")):
-        row = row or {}
-        messages = [{"role": "user", "content": row["prompt"]}] if isinstance(row.get("prompt"), str) else row.get("messages")
-        if isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "user" for m in messages):
-            prompts.append([{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "assistant"])
+    """Prompts, shortest first, so that the rows of a block are of one length; assistant turns are left out."""
+    path = Path(options.prompts or "")
+    if not path.is_file():
+        raise UserError(f"synthesis.prompts={path}: no such file")
+    prompts: list[list[dict[str, str]]] = []
+    lengths: list[int] = []
+    unusable: Counter[str] = Counter()
+    for row in read_jsonl(path):
+        if len(prompts) == options.rows:
+            break
+        given = (row or {}).get("prompt")
+        messages: Any = [{"role": "user", "content": given}] if given else (row or {}).get("messages")
+        if not _usable(messages):
+            unusable["without user text"] += 1
+            continue
+        prompt = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] != "assistant"]
+        length = len(target.render(prompt[: _first_user(prompt) + 1]))
+        if length + options.max_new_tokens > target.max_positions:
+            unusable[f"longer than {target.max_positions} positions with the answer"] += 1
+            continue
+        prompts.append(prompt)
+        lengths.append(length)
+    if unusable:
+        print(f"synthesis: left out prompts of {path}: {dict(unusable)}")
     if not prompts:
-        raise UserError(f"synthesis.prompts={options.prompts} has no row with a `prompt` or user `messages`")
-    prompts = prompts[: options.rows]
-    fits = [p for p in prompts if len(target.render(p[:2])) + options.max_new_tokens <= target.max_positions]
-    return sorted(fits, key=lambda p: len(target.render(p[:2] if p[0]["role"] == "system" else p[:1])))
+        raise UserError(f"synthesis.prompts={path} has no usable row with a `prompt` or user `messages`")
+    return [prompts[i] for i in sorted(range(len(prompts)), key=lambda i: lengths[i])]
 
 
-def _next_prompts(prompts: list[list[dict[str, str]]] | None, shard: int, batch: int) -> list[list[dict[str, str]]] | None:
+def _usable(messages: Any) -> bool:
+    text = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in messages
+    )
+    return text and any(m["role"] == "user" and m["content"].strip() for m in messages)
+
+
+def _first_user(messages: list[dict[str, str]]) -> int:
+    return next(i for i, m in enumerate(messages) if m["role"] == "user")
+
+
+def _next_prompts(
+    prompts: list[list[dict[str, str]]] | None, shard: int, batch: int
+) -> list[list[dict[str, str]]] | None:
     return None if prompts is None else prompts[shard * batch : (shard + 1) * batch]
 
 

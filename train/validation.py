@@ -72,7 +72,9 @@ def _running_product(values: list[float]) -> list[float]:
 
 
 @torch.no_grad()
-def validate(drafter: TrainedDrafter, target: Target, rows: EncodedData, features: FeatureStore, recipe: Recipe) -> Estimate:
+def validate(
+    drafter: TrainedDrafter, target: Target, rows: EncodedData, features: FeatureStore, recipe: Recipe
+) -> Estimate:
     """Estimates acceptance on held-out rows.
 
     Args:
@@ -82,9 +84,8 @@ def validate(drafter: TrainedDrafter, target: Target, rows: EncodedData, feature
         features: of those rows.
         recipe: `train.micro_batch` and the unroll depth are read.
     """
-    medusa = isinstance(drafter, MedusaDrafter)
-    depths = drafter.config.heads if medusa else max(DEPTHS, recipe.objective.steps)
-    counts = torch.zeros(3, depths, dtype=torch.float64)  # windows at risk, right by the first choice, ... by any of the ranks
+    depths = drafter.config.heads if isinstance(drafter, MedusaDrafter) else max(DEPTHS, recipe.objective.steps)
+    counts = torch.zeros(3, depths, dtype=torch.float64)  # windows at risk, right by first choice, ... by any rank
     tree_at_risk = torch.zeros(depths, dtype=torch.float64)
     ranks = torch.zeros(depths, TREE_RANKS + 1, dtype=torch.float64)
     size = recipe.train.micro_batch
@@ -93,9 +94,11 @@ def validate(drafter: TrainedDrafter, target: Target, rows: EncodedData, feature
         batch = rows.batch(picked, features.pad_id)
         ids, mask = batch["input_ids"].to(target.device), batch["loss_mask"].to(target.device)
         taught = features.get(picked, ids)
-        outs = [taught.final] * depths if medusa else drafter.unroll(ids, taught, depths)
+        outs = [taught.final] * depths if isinstance(drafter, MedusaDrafter) else drafter.unroll(ids, taught, depths)
         argmax = _argmax(target, taught.final, mask)  # (B, T): the target's choice for x[t], -1 where not supervised
-        b, t = ((argmax[:, 2:] >= 0) & (argmax[:, 1:-1] == ids[:, 1:-1])).nonzero(as_tuple=True)  # root x[t+1] on its path
+        b, t = ((argmax[:, 2:] >= 0) & (argmax[:, 1:-1] == ids[:, 1:-1])).nonzero(
+            as_tuple=True
+        )  # root x[t+1] on its path
         alive, tree_alive = torch.ones_like(t, dtype=torch.bool), torch.ones_like(t, dtype=torch.bool)
         followed = torch.ones_like(alive)
         for j in range(depths):

@@ -79,7 +79,7 @@ def test_families_and_windows_that_fill_up(family):
         assert hf_generate(target, prompt, 40, eos_token_id=[target.vocab_size + 1]) == plain
         for drafter, settings in (
             (eagle, TREE),
-            (oracle(plain, length), CHAIN),
+            (oracle(plain, length), DraftSettings("tree", length=12, total=36)),  # deeper than the window
             (wavering(plain, length), CHAIN),
             (wavering(plain, length), TREE),
         ):
@@ -162,6 +162,17 @@ def test_repetition_penalty_and_minimum_length_as_hf_does_it(target, kind):
                 eos_token_ids=[eos, 511],
             )
             assert out.tokens == answer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_is_allowed_from_the_minimum_on_inside_a_block(target, long_case, kind):
+    prompt, answer = long_case
+    for at_least in (5, 6, 7):
+        sampling, eos = SamplingParams(min_new_tokens=at_least), [answer[at_least]]
+        assert hf_generate(target, prompt, 20, min_new_tokens=at_least, eos_token_id=eos) == answer[: at_least + 1]
+        drafter, settings = oracle(answer, len(prompt)), KINDS[kind]
+        out = generate(target, drafter, prompt, settings=settings, sampling=sampling, eos_token_ids=eos)
+        assert (out.tokens, out.finish) == (answer[: at_least + 1], "eos")
 
 
 # ---- what is reported

@@ -1,0 +1,136 @@
+"""The main job, end to end: the target writes its own text, drafters are trained on it, and measured.
+
+    python scripts/demo.py
+
+Everything lies in runs/demo. Interrupted anywhere, the same command goes on from there. How much text is written is
+timed on this machine first (plan.json keeps it), so that the whole takes under twenty minutes on two CPU cores.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.cost import continuations, tune
+from decode.evaluate import evaluate
+from decode.prompts import load_prompts
+from decode.report import print_table, write_report
+from decode.validation import acceptance_length
+from drafters.base import DraftSettings
+from drafters.checkpoint import load_drafter
+from drafters.errors import cli
+from drafters.target import Target, load_target
+from train.loop import train
+from train.recipe import Recipe, load_recipe
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+SYNTHESIS_SECONDS = 250
+
+
+def parser() -> argparse.ArgumentParser:
+    """Builds the command line."""
+    p = argparse.ArgumentParser(description="Train and measure an EAGLE-3 drafter and Medusa heads for SmolLM2-135M.")
+    p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
+    p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
+    p.add_argument("--out", default="runs/demo", help="folder for text, drafters and report")
+    p.add_argument("--tokens", type=int, help="tokens the target writes; default: what this machine does in 4 minutes")
+    p.add_argument("--prompts", type=int, default=18, help="prompts to measure on")
+    return p
+
+
+def main() -> None:
+    """Plan, train twice, choose draft settings, measure, report."""
+    args = parser().parse_args()
+    start = time.monotonic()
+    out = Path(args.out)
+    target = load_target(args.target, args.dtype)
+    print(f"target {args.target} in {str(target.dtype).removeprefix('torch.')} on {target.device}")
+    if target.dtype == torch.float32:
+        print("(float32: this CPU has no bfloat16 instructions)")
+    plan = _plan(out, target, args)
+    for kind, recipe in _recipes(out, args.target, args.dtype, plan).items():
+        print(f"\n[{_clock(start)}] {kind}", flush=True)
+        train(recipe, target, acceptance_length)
+    print(f"\n[{_clock(start)}] measuring", flush=True)
+    drafters = {kind: load_drafter(out / kind, target) for kind in ("eagle3", "medusa")}
+    settings = _settings(out, plan, target, drafters)
+    prompts = load_prompts("headstart", limit=plan["prompts"])
+    folder = out / "report"
+    report = evaluate(
+        target, drafters, prompts, settings=settings, max_new_tokens=plan["max_new_tokens"], runs=2,
+        raw_path=folder / "raw.jsonl", prompts_name="headstart",
+    )  # fmt: skip
+    page = write_report(report, report["outputs"], folder)
+    print_table(report)
+    print(f"[{_clock(start)}] done\nreport: {page}")
+    print(f"chat with it: python scripts/chat.py --target {args.target} --drafter {out / 'eagle3'}")
+
+
+def _plan(out: Path, target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes of this demo, decided once."""
+    path = out / "plan.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    tokens = args.tokens or max(10_000, min(200_000, int(_synthesis_rate(target) * SYNTHESIS_SECONDS) // 1000 * 1000))
+    plan = {"tokens": tokens, "prompts": args.prompts, "max_new_tokens": 64}
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(plan))
+    print(f"plan: {tokens} tokens of the target's own text")
+    return plan
+
+
+@torch.inference_mode()
+def _synthesis_rate(target: Target, rows: int = 32, steps: int = 8) -> float:
+    """Tokens per second of a decode step over `rows` rows."""
+    cache = target.new_cache(200)
+    ids = torch.full((rows, 128), 7, device=target.device)
+    target.forward(ids, torch.arange(128, device=target.device).expand(rows, -1), cache)
+    cache.commit(128)
+    for step in range(steps + 2):
+        if step == 2:
+            start = time.perf_counter()
+        positions = torch.full((rows, 1), cache.length, device=target.device)
+        target.head(target.forward(ids[:, :1], positions, cache).final).argmax(-1).tolist()
+        cache.commit(1)
+    return rows * steps / (time.perf_counter() - start)
+
+
+def _recipes(out: Path, target: str, dtype: str, plan: dict[str, Any]) -> dict[str, Recipe]:
+    shared = [
+        f"target.name={target}",
+        f"target.dtype={dtype}",
+        f"synthesis.folder={out / 'text'}",
+        f"synthesis.tokens={plan['tokens']}",
+        f"train.features={out / 'features'}",
+    ]
+    files = {"eagle3": "smollm2-eagle3.yaml", "medusa": "smollm2-medusa1.yaml"}
+    return {kind: load_recipe(RECIPES / file, [*shared, f"output={out / kind}"]) for kind, file in files.items()}
+
+
+def _settings(out: Path, plan: dict[str, Any], target: Target, drafters: dict[str, Any]) -> dict[str, DraftSettings]:
+    """The draft setting that pays best here, for each drafter; decided once."""
+    if "draft" not in plan:
+        plan["draft"] = {}
+        for name, drafter in drafters.items():
+            texts = continuations(target, load_prompts("calibration"), drafter.taps)
+            ranked = tune(target, drafter, texts)
+            for c in ranked[:5]:
+                print(f"  {name}: {c.settings.describe()}: {c.tau:.2f} tokens a step, {c.speedup:.2f}x expected")
+            best = next(
+                (c for c in ranked if c.settings.nodes), ranked[0]
+            )  # show what drafting does, even where it loses
+            plan["draft"][name] = vars(best.settings)
+        (out / "plan.json").write_text(json.dumps(plan))
+    return {name: DraftSettings(**values) for name, values in plan["draft"].items()}
+
+
+def _clock(start: float) -> str:
+    seconds = int(time.monotonic() - start)
+    return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+if __name__ == "__main__":
+    cli(main)()

@@ -1,0 +1,246 @@
+"""EAGLE: what training unrolls is what decoding does, step by step."""
+
+import pytest
+import torch
+
+from drafters.base import DraftSettings
+from drafters.build import build_eagle
+from drafters.eagle import _best_subtree
+from drafters.errors import UserError
+from drafters.target import Features
+from tests.tiny import make_target
+
+STEPS, T = 4, 12
+IDS = torch.randint(512, (2, T), generator=torch.Generator().manual_seed(0))
+SOME = torch.randperm(512, generator=torch.Generator().manual_seed(1))[:100].sort().values
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def eagle(request, target):
+    torch.manual_seed(request.param)
+    drafter = build_eagle(target, SOME, version=request.param, warm_layer=False)
+    for weight in drafter.parameters():
+        if weight.dim() == 2:
+            weight.data.normal_(0, 0.2 if drafter.kind == "eagle3" else 0.1)  # EAGLE-1 norms nothing on its way
+    drafter._shared = {name: weight.double() for name, weight in drafter._shared.items()}
+    return drafter.double()  # so that 1e-5 means something; softmax and rotary angles stay float32
+
+
+@pytest.fixture(scope="module")
+def features(target, eagle):
+    found = target.forward(IDS, torch.arange(T)[None].expand(2, T), taps=eagle.taps)
+    return Features(found.final.double(), None if found.taps is None else found.taps.double())
+
+
+def part(features, row, begin, end):
+    taps = None if features.taps is None else features.taps[row : row + 1, begin:end]
+    return Features(features.final[row : row + 1, begin:end], taps)
+
+
+def decoded_logits(eagle, features, row, t):
+    """Draft logits of the decoder with x[0..t+1] committed, fed the true tokens instead of its own: STEPS of them."""
+    x = IDS[row]
+    state = eagle.begin(T + STEPS)
+    eagle.extend(state, x[1:2], part(features, row, 0, 1))  # in two pieces, as prefill and a round would
+    if t:
+        eagle.extend(state, x[2 : t + 2], part(features, row, 1, t + 1))
+    out, logits = state.out, [eagle.logits(state.out[0, -1])]
+    for j in range(1, STEPS):
+        if t + 1 + j >= T:
+            break
+        position = torch.tensor([[t + j]])
+        out = eagle._cached(state, x[None, t + 1 + j : t + 2 + j], out, position, None, state.length + j - 1)
+        logits.append(eagle.logits(out[0, -1]))
+    return logits
+
+
+@torch.no_grad()
+def test_teacher_forced_training_equals_decoding(eagle, features):
+    outs = eagle.unroll(IDS, features, STEPS)
+    compared = 0
+    for row in range(2):
+        for t in range(T - 1):
+            for j, expected in enumerate(decoded_logits(eagle, features, row, t)):
+                torch.testing.assert_close(eagle.logits(outs[j][row, t]), expected, atol=1e-5, rtol=1e-5)
+                compared += 1
+    assert compared == 2 * sum(min(STEPS, T - 1 - t) for t in range(T - 1))
+
+
+@torch.no_grad()
+def test_a_proposed_chain_is_the_step_by_step_argmax(eagle, features):
+    state = eagle.begin(T + STEPS)
+    eagle.extend(state, IDS[0, 1:], part(features, 0, 0, T - 1))
+    before = state.keys.clone(), state.out.clone()
+    chain = eagle.propose(state, DraftSettings("chain", length=STEPS))
+    out, tokens = state.out, []
+    fresh = eagle.begin(T + STEPS)
+    eagle.extend(fresh, IDS[0, 1:], part(features, 0, 0, T - 1))
+    for j in range(STEPS):
+        tokens.append(SOME[eagle.logits(out[0, -1]).argmax()])
+        out = eagle._cached(fresh, tokens[-1][None, None], out, torch.tensor([[T - 1 + j]]), None, T - 1 + j)
+    assert chain.tokens.tolist() == [int(t) for t in tokens] and chain.parents.tolist() == [-1, 0, 1, 2]
+    assert chain.q is None and state.length == T - 1
+    drafted = slice(0, T - 1 + STEPS - 1)  # every draft reads the rows of those before it
+    torch.testing.assert_close(state.keys[:, :, drafted], fresh.keys[:, :, drafted])
+    assert torch.equal(state.keys[:, :, : T - 1], before[0][:, :, : T - 1]) and torch.equal(state.out, before[1])
+    again = eagle.propose(state, DraftSettings("chain", length=STEPS))
+    assert torch.equal(again.tokens, chain.tokens)
+
+
+@torch.no_grad()
+def test_only_distances_between_positions_count(eagle, features):
+    hidden, rows = eagle.fuse(features), torch.arange(T)[None]
+    following = torch.nn.functional.pad(IDS[:, 1:], (0, 1))
+
+    def logits(positions):
+        residual, q, k, v = eagle.inputs(following, hidden, positions.expand(2, T))
+        mask = torch.ones(T, T, dtype=torch.bool).tril()
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return eagle.logits(eagle.outputs(residual, attended.transpose(1, 2).flatten(2)))
+
+    torch.testing.assert_close(logits(rows), eagle.logits(eagle.unroll(IDS, features, 1)[0]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(rows + 100), logits(rows), atol=1e-3, rtol=1e-3)
+    assert (logits(rows * 3) - logits(rows)).abs().max() > 0.05
+
+
+@torch.no_grad()
+def test_rows_past_the_end_are_harmless(eagle, features):
+    short = Features(features.final[:, :3], None if features.taps is None else features.taps[:, :3])
+    assert all(out.isfinite().all() for out in eagle.unroll(IDS[:, :3], short, 5))
+
+
+# ---- proposals
+
+
+def closed(tree):
+    parents = tree.parents.tolist()
+    return all(-1 <= parent < i for i, parent in enumerate(parents))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("top_k", "total", "length"), [(3, 9, 4), (1, 4, 4), (10, 4, 3), (4, 500, 2)])
+def test_trees(eagle, features, top_k, total, length):
+    settings = DraftSettings("tree", length=length, top_k=top_k, total=total)
+    state = eagle.begin(T + settings.rows)
+    eagle.extend(state, IDS[0, 1:], part(features, 0, 0, T - 1))
+    tree = eagle.propose(state, settings)
+    assert closed(tree) and len(tree.tokens) <= total and tree.q is None
+    assert set(tree.tokens.tolist()) <= set(SOME.tolist())
+    siblings = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+    assert len(set(siblings)) == len(siblings)
+    # the root's children are the drafter's best tokens, each node's score is its path's log probability
+    best = SOME[eagle.logits(state.out[0, -1]).topk(top_k).indices].tolist()
+    children = [token for parent, token in siblings if parent == -1]
+    assert set(children) <= set(best) and best[0] in children
+    if top_k == 1:
+        chain = eagle.propose(state, DraftSettings("chain", length=length))
+        assert torch.equal(tree.tokens, chain.tokens) and torch.equal(tree.parents, chain.parents)
+
+
+@torch.no_grad()
+def test_tree_nodes_see_their_own_branch_only(eagle, features):
+    """Following any path of the tree as a chain gives the same children as the tree has."""
+    settings = DraftSettings("tree", length=3, top_k=3, total=100)
+    state = eagle.begin(T + settings.rows)
+    eagle.extend(state, IDS[0, 1:], part(features, 0, 0, T - 1))
+    tree = eagle.propose(state, settings)
+    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+    checked = 0
+    for node in {p for p in parents if p >= 0}:
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, tokens[at])
+            at = parents[at]
+        out = state.out
+        for j, token in enumerate(path):
+            out = eagle._cached(state, torch.tensor([[token]]), out, torch.tensor([[T - 1 + j]]), None, T - 1 + j)
+        children = {tokens[i] for i, p in enumerate(parents) if p == node}
+        assert children == set(SOME[eagle.logits(out[0, -1]).topk(3).indices].tolist())
+        checked += len(path) > 1
+    assert checked == 3
+
+
+def test_tied_scores_keep_parents():
+    # 0 and 1 are children of the root; 2, 3 of 0 and 4, 5 of 1; log probability 0 ties a child with its parent
+    scores = torch.tensor([0.0, 0.0, 0.0, -9.0, 0.0, -9.0])
+    tokens, parents = torch.arange(6), torch.tensor([-1, -1, 0, 0, 1, 1])
+    for total in range(1, 7):
+        tree = _best_subtree(scores, tokens, parents, total)
+        assert len(tree.tokens) == total and closed(tree)
+        kept = tree.tokens.tolist()
+        for token, parent in zip(kept, tree.parents.tolist(), strict=True):
+            assert (kept[parent] if parent >= 0 else -1) == parents[token]
+
+
+@torch.no_grad()
+def test_a_drafter_that_is_sure_of_everything_still_gives_a_tree(target, features, eagle):
+    sure = build_eagle(target, SOME, version=eagle.config.version)
+    sure.load_state_dict(eagle.state_dict())
+    sure.logits = lambda out: torch.zeros(*out.shape[:-1], 100).index_fill(-1, torch.tensor([7]), 1e4)
+    settings = DraftSettings("tree", length=4, top_k=3, total=4)
+    state = sure.begin(T + settings.rows)
+    sure.extend(state, IDS[0, 1:], part(features, 0, 0, T - 1))
+    tree = sure.propose(state, settings)
+    assert closed(tree) and tree.tokens.tolist() == [int(SOME[7])] * 4 and tree.parents.tolist() == [-1, 0, 1, 2]
+
+
+@torch.no_grad()
+def test_a_sampled_chain_reports_the_q_it_was_drawn_from(eagle, features):
+    state = eagle.begin(T + 2)
+    eagle.extend(state, IDS[0, 1:], part(features, 0, 0, T - 1))
+    settings, generator = DraftSettings("chain", length=2, sample=True), torch.Generator().manual_seed(0)
+    counts = torch.zeros(512)
+    for _ in range(200):
+        chain = eagle.propose(state, settings, 0.7, generator)
+        counts[chain.tokens[0]] += 1
+        assert chain.q.shape == (2, 512) and (chain.q.gather(1, chain.tokens[:, None]) > 0).all()
+    expected = torch.zeros(512).scatter(0, SOME, (eagle.logits(state.out[0, -1]) / 0.7).softmax(-1).float())
+    torch.testing.assert_close(chain.q[0], expected)
+    assert (counts / 200 - expected).abs().sum() < 0.8
+    assert eagle.propose(state, settings, 0.0, generator).q is None  # greedy
+    assert len(eagle.propose(state, DraftSettings(length=0)).tokens) == 0
+
+
+# ---- making one
+
+
+def test_a_warm_layer_is_the_targets_last(target):
+    drafter = build_eagle(target, SOME, version=3)
+    block = target.blocks[-1]
+    H = target.hidden_size
+    assert torch.equal(drafter.layer.mlp.up_proj.weight, block.mlp.up_proj.weight)
+    assert torch.equal(drafter.layer.self_attn.q_proj.weight[:, H:], block.self_attn.q_proj.weight)
+    assert torch.equal(drafter.lm_head.weight, target.lm_head.weight[SOME])
+    assert torch.equal(drafter.norm.weight, target.decoder.norm.weight)
+    cold = build_eagle(target, None, version=3, warm_head=False, warm_layer=False)
+    assert not torch.equal(cold.lm_head.weight, target.lm_head.weight) and cold.lm_head.weight.shape == (512, H)
+
+
+def test_frequencies_stay_float32_when_the_drafter_is_cast(target):
+    drafter = build_eagle(target, None, version=3)
+    exact = drafter.rotary.inv_freq.clone()
+    drafter.to(torch.bfloat16)
+    assert drafter.fc.weight.dtype == torch.bfloat16
+    assert torch.equal(drafter.rotary.inv_freq, exact) and drafter.rotary.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 5}, "does not divide"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3"),
+        ({"taps": (1, 9)}, "drafter.taps"),
+    ],
+)
+def test_impossible_shapes(target, options, message):
+    with pytest.raises(UserError, match=message):
+        build_eagle(target, None, **options)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
+def test_every_family_gets_a_drafter(family):
+    target = make_target(family, layers=3)
+    for version in (1, 3):
+        drafter = build_eagle(target, SOME, version=version)
+        features = target.forward(IDS, torch.arange(T)[None].expand(2, T), taps=drafter.taps)
+        assert drafter.logits(drafter.unroll(IDS, features, 2)[1]).shape == (2, T, 100)

@@ -85,7 +85,7 @@ def count_tau(drafter: Drafter, texts: Sequence[Continuation], settings: DraftSe
     steps = tokens = 0
     for text in texts:
         T = len(text.ids)
-        state = drafter.begin(T + settings.scratch + 2)
+        state = drafter.begin(T + settings.rows + 2)
         read, last = 0, text.prompt_tokens  # rows the drafter has read; index of the last committed token
         while last + 1 < T:
             part = slice(read, last)
@@ -129,7 +129,7 @@ def measure_drafter(
 ) -> dict[DraftSettings, float]:
     """Milliseconds of a round's drafting: two committed tokens come in, a proposal goes out."""
     rows = min(len(text.ids) - 1, CONTEXT)
-    most = max(s.scratch for s in settings)
+    most = max(s.rows for s in settings)
     state = drafter.begin(rows + most + 4)
     features = text.features
     drafter.extend(state, text.ids[1 : rows - 1], _rows(features, slice(0, rows - 2)))

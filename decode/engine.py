@@ -134,7 +134,7 @@ class _Run:
         self.target, self.drafter, self.settings, self.sampling = target, drafter, settings, sampling
         self.prompt = prompt_ids(target, prompt)
         self.max_new_tokens, self.stop = max_new_tokens, tuple(s for s in stop if s)
-        scratch = settings.scratch if drafter is not None else 0
+        nodes = settings.nodes if drafter is not None else 0
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens={max_new_tokens}: at least 1 is allowed")
         if len(self.prompt) + max_new_tokens > target.max_positions:
@@ -145,7 +145,7 @@ class _Run:
         self.eos = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.eos_tensor = torch.tensor(sorted(self.eos), device=target.device, dtype=torch.long)
         self.generator = torch.Generator(target.device).manual_seed(sampling.seed)
-        self.capacity = len(self.prompt) + max_new_tokens + scratch + 1
+        self.capacity = len(self.prompt) + max_new_tokens + nodes + 1
         self.cache: KVCache = target.new_cache(self.capacity)
         rows = len(self.prompt) + max_new_tokens + settings.rows
         self.state: Any = drafter.begin(rows) if drafter is not None else None

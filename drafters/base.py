@@ -92,11 +92,6 @@ class DraftSettings:
         return f"tree of {self.total} (depth {self.length}, top {self.top_k})"
 
     @property
-    def scratch(self) -> int:
-        """Rows a drafter may need behind its committed ones while it drafts."""
-        return self.length if self.kind == "chain" else max(self.nodes, self.length * self.top_k)
-
-    @property
     def nodes(self) -> int:
         """The most nodes a proposal may have."""
         return self.length if self.kind == "chain" else (self.total if self.length else 0)

@@ -141,8 +141,10 @@ def test_text_of_other_settings_is_refused(chatty, target, tmp_path, change, key
 @pytest.mark.parametrize("mode", ["self-written", "prompts"])
 def test_text_is_what_the_target_says(chatty, tmp_path, monkeypatch, mode):  # pitfall 3
     if mode == "prompts":
-        several = [{"messages": [{"role": "user", "content": f"{w} {i}"} for i in range(3)]} for w in WORDS]
-        options = {"prompts": write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS, *several]), "temperature": 0.0}
+        turns = [[f"{one} {two}", two, one] for one in WORDS for two in WORDS]
+        several = [{"messages": [{"role": "user", "content": text} for text in texts]} for texts in turns]
+        path = write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS, *several])
+        options = {"prompts": path, "temperature": 0.0, "tokens": 1000, "batch": 40}
     else:  # users by chance, so that rows differ; answers greedy, so that they can be compared
         options, right = {"tokens": 700}, Block._sample
 
@@ -166,7 +168,7 @@ def test_text_is_what_the_target_says(chatty, tmp_path, monkeypatch, mode):  # p
     assert checked >= 5 and at_depth[1] > 0
 
 
-WORDS = ("Hi", "one", "two", "fox", "dog", "add", "Paris", "text", "draft", "token")
+WORDS = ("Hi", "one", "fox", "dog", "Paris", "text", "draft")
 PROMPTS = [
     {"prompt": "How are you?"},
     {"messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "What is the capital?"}]},

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 import train.validation
-from drafters.build import build_eagle
+from decode.engine import DraftSettings, generate
+from drafters.build import build_eagle, build_medusa
 from tests.train.small import as_data, small_recipe
-from train.features import FeatureStore
+from train.features import FeatureStore, target_features
+from train.objectives import Objective, position_weights
+from train.recipe import ObjectiveOptions
 from train.validation import DEPTHS, Estimate, _argmax, validate
 
 PROMPT, ANSWER = 6, 14
@@ -105,3 +108,40 @@ def test_estimate_in_numbers():
         "survival_estimate": [0.5, 0.25, 0.0],
         "conditional_estimate": [0.5, 0.5, 0.0],
     }
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+def test_estimate_agrees_with_a_real_decode(target, rows, tmp_path, kind):  # pitfall 80, DESIGN.md decision 11
+    torch.manual_seed(0)
+    if kind == "medusa":
+        drafter = build_medusa(target, None, heads=4, warm_head=False)
+    else:
+        drafter = build_eagle(target, None, version=int(kind[-1]), warm_layer=False)
+    objective = Objective(drafter, target, ObjectiveOptions(losses={"ce": 1.0}, steps=4, decay=1.0))
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    mask = torch.tensor([row["loss_mask"] for row in rows]).bool()
+    features = target_features(target, ids, drafter.taps)
+    weights = position_weights(list(mask), 4, "per_token", slice(0, 3))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        objective(ids, mask, features, weights)["loss"].backward()
+        optimizer.step()
+    drafter.eval()
+    data = as_data(rows)
+    store = FeatureStore(target, data, drafter.taps, tmp_path, limit_gb=0.0)
+    estimate = validate(drafter, target, data, store, small_recipe(tmp_path, kind))
+    expected = 1.0 + sum(estimate.survival[:4])
+    tokens, steps = 0, 0
+    for row in rows:
+        out = generate(
+            target,
+            drafter,
+            row["input_ids"][:PROMPT],
+            max_new_tokens=ANSWER,
+            settings=DraftSettings(length=4),
+            eos_token_ids=(),
+        )
+        assert out.tokens == row["input_ids"][PROMPT:]
+        tokens, steps = tokens + sum(r.tokens for r in out.rounds[:-1]), steps + len(out.rounds) - 1  # the last is cut
+    assert expected > 3.5 and tokens / steps == pytest.approx(expected, rel=0.2)

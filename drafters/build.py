@@ -95,7 +95,7 @@ def _llama_config(target: Target, intermediate: int | None, heads: int | None, k
     config = target.config
     nq = heads or config.num_attention_heads
     nkv = kv_heads or getattr(config, "num_key_value_heads", None) or nq
-    if heads is None and kv_heads is None and getattr(config, "head_dim", None):
+    if heads is None and getattr(config, "head_dim", None):
         dim = config.head_dim
     elif target.hidden_size % nq:
         raise UserError(f"drafter.num_heads={nq} does not divide the target's hidden size {target.hidden_size}")
@@ -146,13 +146,25 @@ def _copy_norm(mine: Tensor, theirs: Tensor | None) -> None:
 def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
     """The target's last block into the drafter's layer, tensor by tensor where names and shapes agree."""
     source = dict(target.blocks[-1].named_parameters())
-    layer, H = drafter.layer, target.hidden_size
+    layer, H, head_dim = drafter.layer, target.hidden_size, drafter.config.llama.head_dim
     for name, weight in layer.named_parameters():
         theirs = source.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
         if name == "input_layernorm.weight" or theirs is None:
             continue  # EAGLE-3 norms the embedding there, which the target does not
+        groups, rest = divmod(len(weight), len(theirs))
+        if (
+            name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
+            and groups > 1
+            and not rest + len(theirs) % head_dim
+        ):
+            # more KV heads than the target has: each of the target's serves several
+            theirs = theirs.view(-1, head_dim, H).repeat_interleave(groups, dim=0).flatten(0, 1)
         if theirs.shape == weight.shape:
             weight.copy_(theirs.float())
         elif name.startswith("self_attn.") and theirs.shape == (weight.shape[0], H):
             weight[:, -H:].copy_(theirs.float())  # input is [embedding; hidden]: the hidden half
-    drafter.fc.weight[:, -H:] += torch.eye(H, device=drafter.fc.weight.device)
+    drafter.fc.weight.zero_()  # noise on the other inputs would drown in the target's few huge channels
+    drafter.fc.weight[:, -H:] = torch.eye(H, device=drafter.fc.weight.device)
+    if drafter.config.version == 1:  # no norm before the head: what the block adds to the normed state starts at zero
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()

@@ -65,12 +65,13 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
     return folder
 
 
-def load_drafter(folder: str | Path, target: Target) -> TrainedDrafter:
+def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> TrainedDrafter:
     """Rebuilds a drafter from its folder alone, ready to decode: on the target's device, in its dtype.
 
     Args:
         folder: written by `save_drafter`.
         target: the model it will serve. Another fingerprint is a warning (on stderr, and in `meta["warnings"]`).
+        pack: prepack its linear products if the target's are; not for training, which would go past them.
 
     Raises:
         UserError: missing or unreadable files, unknown, missing or misshaped tensors, another width or vocabulary.
@@ -92,7 +93,7 @@ def load_drafter(folder: str | Path, target: Target) -> TrainedDrafter:
     drafter.meta = meta
     if "draft" in meta:
         drafter.default_settings = DraftSettings(**meta["draft"])
-    if target.packed:
+    if target.packed and pack:
         pack_linears(drafter)
     meta["warnings"] = _mismatches(meta.get("target"), target)
     for line in meta["warnings"]:

@@ -6,6 +6,7 @@ With `data.source=synthesis` the target writes the text first; run it again to c
 """
 
 import argparse
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -32,17 +33,24 @@ def preview(data: EncodedData, tokenizer: PreTrainedTokenizerBase, rows: int, co
         console.print(text)
 
 
-@cli
-def main() -> None:
-    """Reads the command line, prepares the data, prints the report and the preview."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings put over the recipe's")
-    parser.add_argument("--preview", action="store_true", help="show which tokens of a few rows are trained on")
-    parser.add_argument("--rows", type=int, default=3, help="rows of the preview (default: 3)")
-    args = parser.parse_intermixed_args()
+def parser() -> argparse.ArgumentParser:
+    """Builds the command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("recipe", help="YAML file")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings put over the recipe's")
+    p.add_argument("--preview", action="store_true", help="only show which tokens of a few rows are trained on")
+    p.add_argument("--rows", type=int, default=3, help="rows of the preview (default: 3)")
+    return p
 
+
+def main() -> None:
+    """Prepares the data, prints the report and the preview."""
+    args = parser().parse_intermixed_args()
     recipe = load_recipe(args.recipe, args.overrides)
+    if args.preview:  # a first look needs no more than one shard of the target's own text
+        recipe = replace(
+            recipe, synthesis=replace(recipe.synthesis, tokens=1), data=replace(recipe.data, validation_rows=0)
+        )
     options = recipe.target
     target = load_target(
         options.name, options.dtype, options.device, options.attention, trust_remote_code=options.trust_remote_code
@@ -60,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli(main)()

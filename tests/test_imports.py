@@ -57,7 +57,9 @@ def test_the_three_packages_are_ours():
 def test_imports_point_one_way(path):
     room = path.relative_to(ROOT).parts[0]
     imported = imported_names(path)
-    if label(path) == "train/__main__.py":  # an entry point, like those in scripts/: it hands the decoder to the trainer
+    if (
+        label(path) == "train/__main__.py"
+    ):  # an entry point, like those in scripts/: it hands the decoder to the trainer
         imported -= {"decode"}
     assert not imported & FORBIDDEN[room], f"{label(path)} may not import {imported & FORBIDDEN[room]}"
     if room in ("drafters", "decode"):

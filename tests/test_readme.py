@@ -6,13 +6,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.commands.launch import launch_command_parser
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.errors import UserError
-from drafters.target import wrap_target
-from tests.tiny import make_tokenizer
 from train.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,23 +87,10 @@ def test_wrong_commands_are_found(command):
         check(command)
 
 
-@pytest.fixture
-def readme_stand_ins():
-    """What the README's `load_target` and `load_drafter` return in this test: a tiny target and its drafter."""
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    target = wrap_target(LlamaForCausalLM(config).eval(), make_tokenizer(), "tiny")
-    return target, None
-
-
-def test_python(monkeypatch, capsys, readme_stand_ins):
-    """Runs the Python blocks in order, in one namespace, with a tiny target in place of the named one."""
-    target, drafter = readme_stand_ins
+def test_python(monkeypatch, capsys, target, drafters):
+    """Runs the Python blocks in order, in one namespace, with a tiny target and drafter in place of the named ones."""
     monkeypatch.setattr("drafters.target.load_target", lambda *args, **kwargs: target)
-    monkeypatch.setattr("drafters.checkpoint.load_drafter", lambda *args, **kwargs: drafter)
+    monkeypatch.setattr("drafters.checkpoint.load_drafter", lambda *args, **kwargs: drafters["eagle3"])
     namespace: dict[str, object] = {}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), namespace)

@@ -5,6 +5,7 @@ Run: accelerate launch -m train recipes/smollm2-eagle3.yaml [section.key=value .
 """
 
 import argparse
+import os
 
 from drafters.errors import cli
 from train.recipe import load_recipe
@@ -20,6 +21,16 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _use_all_cores() -> None:
+    """`accelerate launch` gives a lone CPU process one thread; it means to share the cores among several processes."""
+    import psutil
+    import torch
+
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if launched and not torch.cuda.is_available():
+        torch.set_num_threads(psutil.cpu_count(logical=False) or torch.get_num_threads())
+
+
 def main() -> None:
     """Loads the recipe and the target, and trains."""
     arguments = parser().parse_args()
@@ -30,6 +41,7 @@ def main() -> None:
     from drafters.target import load_target
     from train.loop import train
 
+    _use_all_cores()
     options = recipe.target
     target = load_target(options.name, options.dtype, options.device, options.attention, options.trust_remote_code)
     train(recipe, target, acceptance_length)

@@ -36,6 +36,7 @@ from train.validation import Estimate, validate
 
 Decode = Callable[[TrainedDrafter, Target, int], float]
 """A short real decode: drafter, target, number of prompts -> acceptance length."""
+REMEDY = "lower train.lr, or set train.mixed_precision=no. The last saved state is kept"
 
 
 @dataclass
@@ -99,15 +100,16 @@ def _fit(run: Run, total: int) -> None:
         for rows in _batches(run, total):
             _set_lr(run, total)
             losses, hits = _accumulate(run, rows)
-            if options.clip is not None:
-                accelerator.clip_grad_norm_(run.objective.parameters(), options.clip)
+            norm = accelerator.clip_grad_norm_(run.objective.parameters(), options.clip or math.inf)
+            if not math.isfinite(norm):
+                raise UserError(f"the gradient is not finite in optimizer step {run.step + 1}, rows {rows}; {REMEDY}")
             for optimizer in run.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             run.step += 1
             bar.update()
             if run.step % options.log_every == 0 or run.step == total:
-                _log(run, bar, losses, hits)
+                _log(run, bar, losses, hits, float(norm))
             due = options.eval_every and run.step % options.eval_every == 0
             if due or run.step == total:
                 _validate(run, bar, total)
@@ -146,10 +148,7 @@ def _accumulate(run: Run, rows: list[int]) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(losses).all()):  # after the reduction: every process has to stop
         bad = [j for j, x in enumerate(losses.tolist()) if not math.isfinite(x)]
         part = "head" if run.drafter.kind == "medusa" else "step"
-        raise UserError(
-            f"loss of {part} {bad} is not finite in optimizer step {run.step + 1}, rows {rows}; "
-            "lower train.lr, or set train.mixed_precision=no. The last saved state is kept"
-        )
+        raise UserError(f"loss of {part} {bad} is not finite in optimizer step {run.step + 1}, rows {rows}; {REMEDY}")
     return losses, hits
 
 
@@ -207,10 +206,10 @@ def _noise(run: Run, features: Any, micro: int) -> Tensor | None:
     return ((noise - 0.5) * 2 * width).to(features.final.dtype)
 
 
-def _log(run: Run, bar: tqdm, losses: Tensor, hits: Tensor) -> None:
+def _log(run: Run, bar: tqdm, losses: Tensor, hits: Tensor, norm: float) -> None:
     values = {f"train/loss_{j}": x for j, x in enumerate(losses.tolist())}
     values |= {f"train/hit_{j}": x for j, x in enumerate(hits.tolist())}
-    values["train/lr"] = run.optimizers[0].param_groups[0]["lr"]
+    values |= {"train/lr": run.optimizers[0].param_groups[0]["lr"], "train/grad_norm": norm}
     bar.set_postfix({"loss": f"{losses.mean().item():.3f}", "hit0": f"{hits[0].item():.2f}"})
     run.accelerator.log(values, step=run.step)
 
@@ -301,6 +300,7 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
             "dropped": dict(report.dropped),
         },
         "draft_vocab": vocab_facts,
+        "processes": accelerator.num_processes,
     }
     run = Run(
         recipe, target, accelerator, drafter, objective, optimizers, rows, validation, store, held_out, facts, decode
@@ -367,7 +367,7 @@ def _drafter(recipe: Recipe, target: Target, rows: EncodedData, state: Any) -> t
     options = recipe.drafter
     counts = rows.supervised_counts(target.vocab_size)
     if options.init:
-        drafter = load_drafter(options.init, target).float().bind(target)  # bound anew: in float32
+        drafter = load_drafter(options.init, target, pack=False).float().bind(target)  # bound anew: in float32
         if drafter.kind != options.kind:
             raise UserError(f"drafter.init={options.init} is {drafter.kind}, not drafter.kind={options.kind}")
         drafter.requires_grad_(True)

@@ -206,6 +206,21 @@ def test_loss_that_is_not_finite(target, tmp_path, monkeypatch, kind, weight, na
     train(recipe, target)
 
 
+def test_gradient_that_is_not_finite(target, tmp_path, monkeypatch):
+    right = LOOP._accumulate
+
+    def spoil(run, rows):
+        result = right(run, rows)
+        run.drafter.fc.weight.grad.view(-1)[0] = math.inf
+        return result
+
+    monkeypatch.setattr(LOOP, "_accumulate", spoil)
+    recipe = small_recipe(tmp_path, train={"clip": None})
+    with pytest.raises(UserError, match=r"the gradient is not finite in optimizer step 1, rows \["):
+        train(recipe, target)
+    assert read_state(Path(recipe.output)) is None
+
+
 def scripted(monkeypatch, taus):
     """Validation answers with these acceptance lengths; returns the weights seen at each."""
     seen = []
@@ -287,7 +302,6 @@ def test_tensorboard_needs_no_question(target, tmp_path):
     assert list(Path(recipe.output).rglob("events.out.tfevents.*")) and metrics(recipe)
 
 
-@pytest.mark.slow
 def test_wandb_offline_needs_no_question(target, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     recipe = small_recipe(tmp_path, train={"max_steps": 2, "trackers": ["wandb"]})

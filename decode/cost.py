@@ -67,7 +67,7 @@ class Candidate:
 
 @torch.inference_mode()
 def continuations(
-    target: Target, prompts: Sequence[Prompt], taps: Sequence[int], max_new_tokens: int = 48
+    target: Target, prompts: Sequence[Prompt], taps: Sequence[int], max_new_tokens: int = 40
 ) -> list[Continuation]:
     """Decodes the prompts plainly, once, and keeps what a drafter with these taps would read."""
     out = []
@@ -109,7 +109,7 @@ def _follow(tokens: list[int], parents: list[int], truth: list[int]) -> int:
 
 
 @torch.inference_mode()
-def measure_target(target: Target, rows: Sequence[int], taps: Sequence[int] = (), repeats: int = 8) -> dict[int, float]:
+def measure_target(target: Target, rows: Sequence[int], taps: Sequence[int] = (), repeats: int = 5) -> dict[int, float]:
     """Milliseconds of a target step (forward and head) over so many rows, medians of interleaved runs."""
     ids = torch.arange(CONTEXT, device=target.device)[None] % target.vocab_size
     cache = target.new_cache(CONTEXT + max(rows))
@@ -125,7 +125,7 @@ def measure_target(target: Target, rows: Sequence[int], taps: Sequence[int] = ()
 
 @torch.inference_mode()
 def measure_drafter(
-    drafter: Drafter, text: Continuation, settings: Sequence[DraftSettings], repeats: int = 8
+    drafter: Drafter, text: Continuation, settings: Sequence[DraftSettings], repeats: int = 5
 ) -> dict[DraftSettings, float]:
     """Milliseconds of a round's drafting: two committed tokens come in, a proposal goes out."""
     rows = min(len(text.ids) - 1, CONTEXT)
@@ -144,7 +144,7 @@ def measure_drafter(
     return _time({s: partial(draft, s) for s in settings}, repeats)
 
 
-def tuned_settings(target: Target, drafter: Drafter, prompts: int = 4) -> DraftSettings:
+def tuned_settings(target: Target, drafter: Drafter, prompts: int = 3) -> DraftSettings:
     """The setting of greatest expected speedup here, by `tune` on the calibration prompts; prints what it chose."""
     texts = continuations(target, load_prompts("calibration", limit=prompts), drafter.taps)
     best = tune(target, drafter, texts)[0]

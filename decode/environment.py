@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from drafters.provenance import revision
 from drafters.target import Target
 
 
@@ -38,20 +37,6 @@ def environment(target: Target) -> dict[str, Any]:
 def load_average() -> list[float] | None:
     """The machine's load over 1, 5 and 15 minutes, None where the system keeps none."""
     return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
-
-
-def revision() -> str:
-    """Git revision of this checkout ("+" where files differ from it), else the installed version, else "unknown"."""
-    root = Path(__file__).resolve().parent.parent
-    if (root / ".git").exists():
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        if found.returncode == 0:
-            return found.stdout.strip()
-    try:
-        return metadata.version("headstart")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _cpu_model() -> str:

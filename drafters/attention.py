@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "headstart"
-# Above this many query rows a fused kernel beats the folded product (measured on CPU).
+# From this many query rows on, folding them for every KV head saves nothing.
 FUSED_FROM = 48
 
 
@@ -53,8 +53,11 @@ def headstart_attention(
     K, S = key.shape[1], key.shape[2]
     if attention_mask is None and 1 < N != S:
         raise ValueError(f"{N} query rows over {S} keys need an explicit mask")
+    if attention_mask is not None and attention_mask.dim() == 2:
+        attention_mask = attention_mask[None, None]
     scaling = D**-0.5 if scaling is None else scaling
-    if softcap is None and s_aux is None and N >= FUSED_FROM:
+    plain = softcap is None and s_aux is None
+    if plain and N >= FUSED_FROM:
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -67,21 +70,38 @@ def headstart_attention(
         return out.transpose(1, 2).contiguous(), None
 
     G = H // K
-    scores = torch.matmul(query.reshape(B, K, G * N, D), key.transpose(2, 3)).view(B, K, G, N, S)  # (B, K, G, N, S)
-    scores = scores.float() * scaling
+    folded = query.reshape(B, K, G * N, D)
+    if attention_mask is None and N > 1:
+        attention_mask = torch.ones(N, S, dtype=torch.bool, device=query.device).tril()[None, None]
+    mask = None if attention_mask is None else attention_mask.repeat(1, 1, G, 1)  # (B or 1, 1, G * N, S)
+    if plain:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)  # (B, K, G * N, D')
+    else:
+        out = _by_hand(folded, key, value, mask, scaling, softcap, s_aux, N)
+    return out.view(B, H, N, -1).transpose(1, 2).contiguous(), None
+
+
+def _by_hand(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    rows: int,
+) -> Tensor:
+    """Folded attention with what no fused kernel offers: capped scores and attention sinks."""
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * scaling  # (B, K, G * N, S)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if attention_mask is None and N > 1:
-        attention_mask = torch.ones(N, S, dtype=torch.bool, device=query.device).tril()
-    if attention_mask is not None:
-        mask = attention_mask if attention_mask.dim() == 2 else attention_mask.unsqueeze(2)  # (B, 1, 1, N, S)
+    if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if s_aux is not None:
-        sinks = s_aux.float().view(1, K, G, 1, 1).expand(B, K, G, N, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(dim=-1)[..., :S].to(value.dtype)
-    out = torch.matmul(weights.view(B, K, G * N, S), value)  # (B, K, G * N, D')
-    return out.view(B, H, N, -1).transpose(1, 2).contiguous(), None
+        sinks = s_aux.float().view(1, key.shape[1], -1, 1).repeat_interleave(rows, dim=2)  # one a query head
+        scores = torch.cat([scores, sinks.expand(len(query), -1, -1, -1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
+    return torch.matmul(weights, value)
 
 
 # No mask function is registered under this name on purpose: transformers then builds none, and ours pass through.

@@ -8,6 +8,7 @@ timed on this machine first (plan.json keeps it), so that the whole takes under 
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from decode.report import print_table, write_report
 from decode.validation import acceptance_length
 from drafters.base import DraftSettings
 from drafters.checkpoint import load_drafter
-from drafters.errors import cli
+from drafters.errors import UserError, cli
 from drafters.target import Target, load_target
 from train.loop import train
 from train.recipe import Recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-SYNTHESIS_SECONDS = 250
+SYNTHESIS_SECONDS = 180
+PLAN = "plan.json"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,8 +38,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
     p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
     p.add_argument("--out", default="runs/demo", help="folder for text, drafters and report")
-    p.add_argument("--tokens", type=int, help="tokens the target writes; default: what this machine does in 4 minutes")
-    p.add_argument("--prompts", type=int, default=18, help="prompts to measure on")
+    p.add_argument(
+        "--tokens", type=int, help="tokens the target writes; default: what this machine writes in 3 minutes"
+    )
+    p.add_argument("--prompts", type=int, default=10, help="prompts to measure on")
     return p
 
 
@@ -71,19 +75,31 @@ def main() -> None:
 
 def _plan(out: Path, target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """Sizes of this demo, decided once."""
-    path = out / "plan.json"
+    path = out / PLAN
+    asked = {"target": args.target, "dtype": args.dtype, "prompts": args.prompts}
     if path.is_file():
-        return json.loads(path.read_text())
+        plan = json.loads(path.read_text())
+        for key, value in {**asked, "tokens": args.tokens}.items():
+            if value is not None and plan[key] != value:
+                raise UserError(
+                    f"{out} was begun with {key}={plan[key]}, not {value}; choose another --out or delete it"
+                )
+        return plan
     tokens = args.tokens or max(10_000, min(200_000, int(_synthesis_rate(target) * SYNTHESIS_SECONDS) // 1000 * 1000))
-    plan = {"tokens": tokens, "prompts": args.prompts, "max_new_tokens": 64}
-    out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(plan))
+    plan = {**asked, "tokens": tokens, "max_new_tokens": 40}
     print(f"plan: {tokens} tokens of the target's own text")
+    _save_plan(out, plan)
     return plan
 
 
+def _save_plan(out: Path, plan: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f".{PLAN}").write_text(json.dumps(plan, indent=1))
+    os.replace(out / f".{PLAN}", out / PLAN)
+
+
 @torch.inference_mode()
-def _synthesis_rate(target: Target, rows: int = 32, steps: int = 8) -> float:
+def _synthesis_rate(target: Target, rows: int = 48, steps: int = 8) -> float:
     """Tokens per second of a decode step over `rows` rows."""
     cache = target.new_cache(200)
     ids = torch.full((rows, 128), 7, device=target.device)
@@ -115,15 +131,14 @@ def _settings(out: Path, plan: dict[str, Any], target: Target, drafters: dict[st
     if "draft" not in plan:
         plan["draft"] = {}
         for name, drafter in drafters.items():
-            texts = continuations(target, load_prompts("calibration"), drafter.taps)
+            texts = continuations(target, load_prompts("calibration", limit=3), drafter.taps)
             ranked = tune(target, drafter, texts)
             for c in ranked[:5]:
                 print(f"  {name}: {c.settings.describe()}: {c.tau:.2f} tokens a step, {c.speedup:.2f}x expected")
-            best = next(
-                (c for c in ranked if c.settings.nodes), ranked[0]
-            )  # show what drafting does, even where it loses
+            drafting = [c for c in ranked if c.settings.nodes]
+            best = drafting[0] if drafting else ranked[0]  # a demo shows what drafting does, even where it loses
             plan["draft"][name] = vars(best.settings)
-        (out / "plan.json").write_text(json.dumps(plan))
+        _save_plan(out, plan)
     return {name: DraftSettings(**values) for name, values in plan["draft"].items()}
 
 

@@ -23,12 +23,12 @@ from drafters.build import TrainedDrafter, build_eagle, build_medusa
 from drafters.checkpoint import load_drafter, save_drafter
 from drafters.errors import UserError
 from drafters.medusa import MedusaDrafter
+from drafters.provenance import provenance
 from drafters.target import Target
 from drafters.vocab import choose_draft_vocab, coverage
 from train.data import EncodedData, global_batches, load_rows
 from train.features import FeatureStore, check_features, feature_key
 from train.objectives import Objective, position_weights
-from train.provenance import provenance
 from train.recipe import Recipe
 from train.state import read_state, restore, save_state
 from train.synthesis import synthesize

@@ -151,6 +151,8 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
         theirs = source.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
         if name == "input_layernorm.weight" or theirs is None:
             continue  # EAGLE-3 norms the embedding there, which the target does not
+        if drafter.config.version == 1 and name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            continue  # EAGLE-1's head reads the sum without a norm, which the target's block never has to bear
         groups, rest = divmod(len(weight), len(theirs))
         if (
             name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
@@ -165,6 +167,3 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
             weight[:, -H:].copy_(theirs.float())  # input is [embedding; hidden]: the hidden half
     drafter.fc.weight.zero_()  # noise on the other inputs would drown in the target's few huge channels
     drafter.fc.weight[:, -H:] = torch.eye(H, device=drafter.fc.weight.device)
-    if drafter.config.version == 1:  # no norm before the head: what the block adds to the normed state starts at zero
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()

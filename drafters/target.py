@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -126,7 +127,7 @@ class Target:
         """Token ids of a conversation in the target's own chat template.
 
         Raises:
-            UserError: the tokenizer has no template, or the template refuses the messages.
+            UserError: the tokenizer has no template, the template refuses the messages, or an id is not the model's.
         """
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -138,6 +139,11 @@ class Target:
             )
         except Exception as error:  # jinja raises whatever the template's author chose
             raise UserError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
+        if max(ids, default=0) >= self.vocab_size:
+            raise UserError(
+                f"the tokenizer of {self.name!r} gives token id {max(ids)}, but the model knows only {self.vocab_size}; "
+                "use the tokenizer that belongs to it"
+            )
         return list(ids)
 
     def new_cache(self, capacity: int) -> KVCache:
@@ -287,7 +293,8 @@ def load_target(
     Raises:
         UserError: not found, not a causal LM, a state that cannot be rolled back, an unknown dtype.
     """
-    torch_dtype = resolve_dtype(dtype, device)
+    place = _place(device)
+    torch_dtype = resolve_dtype(dtype, place)
     path = resolve_path(name)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -298,10 +305,9 @@ def load_target(
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"target.name={name!r} cannot be loaded: {first}") from error
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     nn.Module.to(model, place)
     target = wrap_target(model, tokenizer, name, attention)
     return target.pack() if pack else target
@@ -321,6 +327,17 @@ def wrap_target(
     target.fingerprint = _fingerprint(target)
     _check_head(target)
     return target
+
+
+def _place(device: str | torch.device | None) -> torch.device:
+    """The device by its name; tries it, so that one that is not there fails before any weight is read."""
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"target.device={str(device)!r} cannot be used: {reason}") from error
+    return place
 
 
 def resolve_dtype(dtype: str, device: str | torch.device | None = None) -> torch.dtype:

@@ -5,7 +5,6 @@ import io
 import pytest
 from rich.console import Console
 
-from drafters.errors import UserError
 from scripts import chat
 from tests.tiny import make_tokenizer
 
@@ -54,11 +53,3 @@ def test_marks_on_a_terminal_and_in_a_file():
     console = Console(file=terminal, force_terminal=True, color_system="standard", _environ={})
     chat.show(console, iter(pieces))
     assert terminal.getvalue().startswith("a\x1b[") and "‹" not in terminal.getvalue()
-
-
-def test_draft_shapes():
-    assert chat.draft_settings("5", None).length == 5
-    tree = chat.draft_settings(None, "16,4,3")
-    assert (tree.kind, tree.total, tree.length, tree.top_k) == ("tree", 16, 4, 3)
-    with pytest.raises(UserError, match="TOTAL,DEPTH,TOPK"):
-        chat.draft_settings(None, "16,4")

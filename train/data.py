@@ -233,6 +233,9 @@ def _encode(
             report.drop(number, dropped)
             continue
         for ids, mask in encoded:
+            if max(ids, default=0) >= vocab_size:
+                report.drop(number, RowDropped("id_out_of_range", f"ids must be whole numbers below {vocab_size}"))
+                continue
             if options.train_on == "all":
                 mask = [index > 0 for index in range(len(ids))]
             # Every drafter predicts two tokens ahead or more, so the first two are never predicted.
@@ -252,7 +255,7 @@ def _normalize(messages: Any) -> list[dict[str, Any]]:
     conversation: list[dict[str, Any]] = []
     for message in messages:
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise RowDropped("unknown_role", f"role {role!r}")
         if isinstance(content, list):  # parts, as multimodal APIs have them
             content = "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))

@@ -221,7 +221,7 @@ class Recipe:
     synthesis: SynthesisOptions = SynthesisOptions()
     objective: ObjectiveOptions = ObjectiveOptions()
     train: TrainOptions = TrainOptions()
-    seed: CountOrZero = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of everything random: synthesis, weights, order of rows."""
 
     def __post_init__(self) -> None:

@@ -51,7 +51,11 @@ def load_prompts(name_or_path: str | Path, limit: int | None = None, per_categor
             raise UserError(f"{key}={value} must be at least 1")
     prompts: list[Prompt] = []
     seen: dict[str, int] = {}
-    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also part a row at U+2028
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
+    for line, text in enumerate(lines, 1):
         if not text.strip():
             continue
         where = f"{path}:{line}"
@@ -74,6 +78,8 @@ def _from_json(text: str, path: Path, line: int, where: str) -> Prompt:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: JSON nested too deeply") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, found {type(row).__name__}")
     identity = row.get("question_id", row.get("id", f"{path.stem}-{line}"))

@@ -41,6 +41,7 @@ class SamplingParams:
                 0 < self.repetition_penalty < float("inf"),
                 "a positive number",
             ),
+            ("seed", self.seed, -(2**63) <= self.seed < 2**63, "a whole number of 64 bits"),
             ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "0 or a positive integer"),
         )
         wrong = [f"{name}={value}: {allowed} is allowed" for name, value, good, allowed in checks if not good]

@@ -145,7 +145,7 @@ def _copy_norm(mine: Tensor, theirs: Tensor | None) -> None:
 
 def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
     """The target's last block into the drafter's layer, tensor by tensor where names and shapes agree."""
-    source = dict(target.blocks[-1].named_parameters())
+    source: dict[str, Tensor] = dict(target.blocks[-1].named_parameters())
     layer, H, head_dim = drafter.layer, target.hidden_size, drafter.config.llama.head_dim
     for name, weight in layer.named_parameters():
         theirs = source.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)

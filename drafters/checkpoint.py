@@ -92,7 +92,10 @@ def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> Train
     drafter.eval().requires_grad_(False)
     drafter.meta = meta
     if "draft" in meta:
-        drafter.default_settings = DraftSettings(**meta["draft"])
+        try:
+            drafter.default_settings = DraftSettings(**meta["draft"])
+        except TypeError as error:
+            raise UserError(f"{folder / META}: draft={meta['draft']!r} are no draft settings ({error})") from error
     if target.packed and pack:
         pack_linears(drafter)
     meta["warnings"] = _mismatches(meta.get("target"), target)
@@ -215,6 +218,7 @@ def _kind(folder: Path, config: dict[str, Any]) -> str:
     if config.get("model_type") == "medusa":
         return "medusa"
     names = config.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
     if "LlamaForCausalLMEagle3" in names:
         return "eagle3"
     if config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1:
@@ -240,11 +244,11 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         skip = ("rope_theta", "rope_scaling", "architectures", "eagle_config", "model_type")
         llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
         size = llama.vocab_size if draft_ids is None else len(draft_ids)
-        taps = tuple(config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
+        taps = tuple(int(k) for k in config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
         return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps), draft_ids)
     except StrictDataclassError as error:
         raise UserError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{folder / CONFIG}: key {error} is missing or of the wrong kind") from error
 
 
@@ -280,7 +284,7 @@ def _check_sizes(folder: Path, config: dict[str, Any], meta: dict[str, Any], tar
 
 
 def _mismatches(stored: dict[str, Any] | None, target: Target) -> list[str]:
-    if not stored:
+    if not isinstance(stored, dict) or not stored:
         return ["no target fingerprint; whether it was made for this target is unknown"]
     parts = [p for p in ("config", "tokenizer", "template", "weights") if stored.get(p) != target.fingerprint[p]]
     if not parts:
@@ -296,6 +300,7 @@ def _compare(weights: dict[str, Tensor], table: Table, folder: Path) -> None:
     problems = [f"missing {n} {table[n][0]}" for n in table if n not in found]
     problems += [f"unknown {n} {found[n][0]}" for n in found if n not in table]
     problems += [f"{n} is {found[n][0]}, not {table[n][0]}" for n in table if n in found and found[n][0] != table[n][0]]
+    problems += [f"{n} holds NaN or infinity" for n, w in weights.items() if not torch.isfinite(w).all()]
     if problems:
         raise UserError(f"{folder / WEIGHTS}: {'; '.join(problems[:6])}{' ...' if len(problems) > 6 else ''}")
 

@@ -18,7 +18,8 @@ def cli(main: Callable[[], int | None]) -> Callable[[], NoReturn]:
         main: the entry point; what it returns is the exit status (None is 0).
 
     Returns:
-        A function that runs `main` and exits: 2 after a `UserError` or a file that can't be used (printed as `error: ...`), 130 when interrupted.
+        A function that runs `main` and exits: 2 after a `UserError` or a file that can't be used (printed as
+        `error: ...`), 130 when interrupted.
     """
 
     @wraps(main)

@@ -141,7 +141,7 @@ class Target:
             raise UserError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
         if max(ids, default=0) >= self.vocab_size:
             raise UserError(
-                f"the tokenizer of {self.name!r} gives token id {max(ids)}, but the model knows only {self.vocab_size}; "
+                f"the tokenizer of {self.name!r} gives token id {max(ids)}, but the model has only {self.vocab_size}; "
                 "use the tokenizer that belongs to it"
             )
         return list(ids)

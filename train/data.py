@@ -258,7 +258,7 @@ def _normalize(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(role, str) or role not in _ROLES:
             raise RowDropped("unknown_role", f"role {role!r}")
         if isinstance(content, list):  # parts, as multimodal APIs have them
-            content = "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+            content = "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
         extra = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
         conversation.append({**extra, "role": _ROLES[role], "content": content or ""})
     roles = [message["role"] for message in conversation]
@@ -277,6 +277,8 @@ def _normalize(messages: Any) -> list[dict[str, Any]]:
     for message in conversation:
         if not isinstance(message["content"], str):
             raise RowDropped("bad_messages", "content must be text")
+        if any("\ud800" <= letter <= "\udfff" for letter in message["content"]):  # half a character, from \uXXXX
+            raise RowDropped("bad_messages", "content holds a lone surrogate, which no tokenizer reads")
         if message["role"] in ("user", "assistant") and not message["content"].strip() and "tool_calls" not in message:
             raise RowDropped("empty", f"blank {message['role']} turn")
     return conversation

@@ -307,6 +307,7 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
         f"data.source={data.source} must be synthesis, the path of a .jsonl file, or hub:ID",
         "data.source",
     )
+    refuse(data.source == "hub:", "data.source=hub: names no data set; write hub:ID", "data.source")
     refuse(
         data.train_on == "all" and data.source != "synthesis",
         f"data.train_on=all needs data.source=synthesis, not {data.source}: the target must have written every token",

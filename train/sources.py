@@ -105,7 +105,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any] | None]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError:  # no JSON, or not UTF-8; the caller counts it
+            except (ValueError, RecursionError):  # no JSON, nested without end, or not UTF-8; the caller counts it
                 row = None
             yield row if isinstance(row, dict) else None
 

@@ -129,7 +129,7 @@ def _write_shard(
     rows = block.run(tick)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     temporary = folder / f".{shard.file}"
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, folder / shard.file)
     shard.sha256 = hashlib.sha256(text.encode()).hexdigest()
     shard.seconds = time.perf_counter() - start
@@ -166,6 +166,11 @@ class Block:
             longest = max(len(c.ids) for c in started)
             turns = max(len(c.given or []) for c in started) + 1
             self.columns = min(target.max_positions, longest + turns * (options.max_new_tokens + 64))
+        elif self.columns < LEAST_ROOM + len(self.opening or []):
+            raise UserError(
+                f"synthesis.columns={self.columns} leaves no room for a conversation; at least "
+                f"{LEAST_ROOM + len(self.opening or [])} are needed"
+            )
 
     @torch.inference_mode()
     def run(self, tick: Callable[[int], Any]) -> list[dict[str, Any]]:

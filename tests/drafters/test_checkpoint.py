@@ -273,6 +273,7 @@ def test_broken_json(target, saved):
         (lambda w: w.update(t2d=~w["t2d"]), "d2t and t2d"),
         (lambda w: (w.pop("d2t"), w.pop("t2d")), r"lm_head.weight is \(100, 64\), not \(512, 64\)"),
         (lambda w: w.pop("t2d"), "missing t2d"),
+        (lambda w: w["norm.weight"].fill_(float("nan")), "norm.weight holds NaN"),
     ],
 )
 def test_wrong_tensors(target, saved, change, message):

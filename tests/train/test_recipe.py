@@ -90,6 +90,8 @@ def test_unknown_keys_name_the_nearest(recipe_file):  # pitfall 86
         ("objective.losses={kl: 0}", "needs a weight above 0"),
         ("drafter.heads=3", "drafter.heads=3 has no effect on eagle3"),
         ("drafter.taps=[1, 1]", "names a layer twice"),
+        ("seed=4294967296", "seed=4294967296 must be a whole number"),
+        ("data.source='hub:'", "names no data set"),
         ("data.source=rows.json", "must be synthesis, the path of a .jsonl file, or hub:ID"),
         ("data.max_rows=32", "leaves nothing to train on"),
     ],

@@ -332,7 +332,8 @@ def wrap_target(
 def _place(device: str | torch.device | None) -> torch.device:
     """The device by its name; tries it, so that one that is not there fails before any weight is read."""
     try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # a launcher's processes take a GPU each
+        place = torch.device(device or (own if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]

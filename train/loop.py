@@ -14,20 +14,26 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import set_seed
 from torch import Tensor
 from tqdm import tqdm
 
-from drafters.build import TrainedDrafter, build_eagle, build_medusa
-from drafters.checkpoint import load_drafter, save_drafter
+from drafters.build import TrainedDrafter
+from drafters.checkpoint import save_drafter
 from drafters.errors import UserError
-from drafters.medusa import MedusaDrafter
 from drafters.provenance import provenance
 from drafters.target import Target
-from drafters.vocab import choose_draft_vocab, coverage
+from train.build import (
+    JsonLines,
+    check_before_data,
+    check_same_recipe,
+    make_accelerator,
+    make_drafter,
+    make_optimizers,
+    make_store,
+)
 from train.data import EncodedData, global_batches, load_rows
-from train.features import FeatureStore, check_features, feature_key
+from train.features import FeatureStore, check_features
 from train.objectives import Objective, position_weights
 from train.recipe import Recipe
 from train.state import read_state, restore, save_state
@@ -256,13 +262,13 @@ def _save(run: Run) -> None:
 
 
 def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
-    accelerator = _accelerator(recipe)
+    accelerator = make_accelerator(recipe)
     set_seed(recipe.seed)
     output = Path(recipe.output)
-    _check_shapes(recipe, target, accelerator)
+    check_before_data(recipe, target, accelerator.num_processes)
     state = read_state(output)
     if state:
-        _check_same(recipe, state[1]["recipe"], output)
+        check_same_recipe(recipe, state[1]["recipe"], output)
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             output.mkdir(parents=True, exist_ok=True)
@@ -271,7 +277,7 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
         rows, validation, report = load_rows(
             recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions
         )
-    drafter, vocab_facts = _drafter(recipe, target, rows, state)
+    drafter, vocab_facts = make_drafter(recipe, target, rows, state)
     if accelerator.is_main_process:
         print(report)
         size = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
@@ -279,15 +285,15 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
             f"{drafter.kind}: {size / 1e6:.1f} M trainable parameters; draft vocabulary {vocab_facts['size']}", end=""
         )
         print(f" ({vocab_facts['coverage']:.1%} covered)")
-    store = _store(target, rows, drafter, recipe, accelerator.is_main_process)
-    held_out = _store(target, validation, drafter, recipe, accelerator.is_main_process)
+    store = make_store(target, rows, drafter, recipe, accelerator.is_main_process)
+    held_out = make_store(target, validation, drafter, recipe, accelerator.is_main_process)
     check_features(target, store)  # before hours are spent on them, and again as they come back from disk
     with accelerator.main_process_first():
         store.prepare()
         held_out.prepare()
     check_features(target, store)
     objective = Objective(drafter, target, recipe.objective)
-    optimizers = _optimizers(drafter, recipe)
+    optimizers = make_optimizers(drafter, recipe)
     if state:
         restore(state[0], drafter, optimizers)
     objective, *optimizers = accelerator.prepare(objective, *optimizers)
@@ -313,132 +319,6 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
     return run
 
 
-def _accelerator(recipe: Recipe) -> Accelerator:
-    options = recipe.train
-    mode = options.mixed_precision
-    if mode == "auto":
-        native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        mode = "bf16" if native else "no"
-    trackers = [JsonLines(Path(recipe.output)) if t == "jsonl" else t for t in options.trackers]
-    return Accelerator(
-        mixed_precision=mode, log_with=trackers, project_dir=recipe.output, cpu=recipe.target.device == "cpu"
-    )
-
-
-def _check_shapes(recipe: Recipe, target: Target, accelerator: Accelerator) -> None:
-    """Everything that can be refused before data is made."""
-    options = recipe.train
-    if options.global_batch % (options.micro_batch * accelerator.num_processes):
-        raise UserError(
-            f"train.global_batch={options.global_batch} is not a multiple of train.micro_batch={options.micro_batch} x "
-            f"{accelerator.num_processes} processes; lower train.micro_batch"
-        )
-    if recipe.data.max_length > target.max_positions:
-        raise UserError(
-            f"data.max_length={recipe.data.max_length} exceeds the target's {target.max_positions} positions; lower it"
-        )
-    vocab = recipe.drafter.draft_vocab
-    if isinstance(vocab, int) and vocab > target.vocab_size:
-        raise UserError(
-            f"drafter.draft_vocab={vocab} exceeds the target's {target.vocab_size} tokens; lower it or set null"
-        )
-    if recipe.drafter.taps is not None:
-        target.check_taps(recipe.drafter.taps)
-    if target.lm_head.weight.numel() == 0:
-        raise UserError("the target's head is empty in this process (sharded parameters?); load the target unsharded")
-
-
-def _check_same(recipe: Recipe, stored: dict[str, Any], output: Path) -> None:
-    """A run folder is continued with its own recipe only; what may change changes no number."""
-    free = {"log_every", "save_every_seconds", "trackers", "wandb_mode", "features"}
-    now = recipe.to_dict()
-    for section, values in now.items():
-        for key, value in values.items() if isinstance(values, dict) else [(section, values)]:
-            before = stored.get(section, {}).get(key) if isinstance(values, dict) else stored.get(section)
-            if before != value and key not in free:
-                name = f"{section}.{key}" if isinstance(values, dict) else section
-                raise UserError(
-                    f"output={output} holds a run with {name}={before}, not {value}; "
-                    "choose another output, or delete that folder"
-                )
-
-
-def _drafter(recipe: Recipe, target: Target, rows: EncodedData, state: Any) -> tuple[TrainedDrafter, dict[str, Any]]:
-    options = recipe.drafter
-    counts = rows.supervised_counts(target.vocab_size)
-    if options.init:
-        drafter = load_drafter(options.init, target, pack=False).float().bind(target)  # bound anew: in float32
-        if drafter.kind != options.kind:
-            raise UserError(f"drafter.init={options.init} is {drafter.kind}, not drafter.kind={options.kind}")
-        drafter.requires_grad_(True)
-        ids = drafter.draft_ids
-    else:
-        ids = choose_draft_vocab(counts, options.draft_vocab, target.eos_token_ids)
-        if state and "draft_ids" in state[0]:
-            ids = state[0]["draft_ids"]
-        device_ids = None if ids is None else ids.to(target.device)
-        torch.manual_seed(recipe.seed)  # the starting weights
-        if options.kind == "medusa":
-            drafter = build_medusa(
-                target, device_ids, options.heads, options.layers, options.warm_head, options.zero_blocks
-            )
-        else:
-            drafter = build_eagle(
-                target,
-                device_ids,
-                int(options.kind[-1]),
-                options.taps,
-                options.intermediate_size,
-                options.num_heads,
-                options.num_kv_heads,
-                options.warm_head,
-                options.warm_layer,
-            )
-        drafter.to(target.device)
-    if not options.train_head:
-        for name, weight in drafter.named_parameters():
-            if _is_head(name, drafter):
-                weight.requires_grad_(False)
-    share = coverage(counts, None if ids is None else ids.cpu())
-    return drafter, {"size": target.vocab_size if ids is None else len(ids), "coverage": share}
-
-
-def _store(target: Target, rows: EncodedData, drafter: TrainedDrafter, recipe: Recipe, main: bool) -> FeatureStore:
-    root = recipe.train.features or f"{recipe.output}/features"
-    folder = Path(root) / feature_key(target, rows)
-    limit = recipe.train.cache_gb if recipe.train.cache_features else 0.0
-    return FeatureStore(target, rows, drafter.taps, folder, limit, main)
-
-
-def _optimizers(drafter: TrainedDrafter, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    options = recipe.train
-    named = [(n, p) for n, p in drafter.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in named if p.dim() == 2 and not _is_head(n, drafter)] if options.optimizer == "muon" else []
-    chosen = {id(p) for p in matrices}
-    rest = [p for _, p in named if id(p) not in chosen]
-    groups = [
-        {"params": [p for p in rest if p.dim() == 2], "weight_decay": options.weight_decay, "peak_lr": options.lr},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "peak_lr": options.lr},
-    ]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)
-    ]
-    if matrices:
-        group = {"params": matrices, "peak_lr": options.matrix_lr}
-        optimizers.append(
-            torch.optim.Muon(
-                [group], lr=options.matrix_lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
-    return optimizers
-
-
-def _is_head(name: str, drafter: TrainedDrafter) -> bool:
-    if isinstance(drafter, MedusaDrafter):
-        return name.split(".")[2] == str(drafter.config.layers)
-    return name == "lm_head.weight"
-
-
 def _start_trackers(run: Run) -> None:
     output, accelerator, recipe = run.output, run.accelerator, run.recipe
     if accelerator.is_main_process:
@@ -446,40 +326,3 @@ def _start_trackers(run: Run) -> None:
         JsonLines.cut(output, run.step)
     init = {"wandb": {"mode": recipe.train.wandb_mode, "dir": str(output), "name": output.name}}
     accelerator.init_trackers("headstart", init_kwargs=init)
-
-
-class JsonLines(GeneralTracker):
-    """One JSON object a line in `metrics.jsonl`: step, time and values."""
-
-    name = "jsonl"
-    requires_logging_directory = False
-
-    def __init__(self, folder: Path):
-        super().__init__()
-        self.path = folder / "metrics.jsonl"
-
-    @property
-    def tracker(self) -> Path:
-        return self.path
-
-    @on_main_process
-    def store_init_configuration(self, values: dict) -> None:
-        """The resolved recipe lies beside the log already."""
-
-    @on_main_process
-    def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Appends one line."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
-
-    @staticmethod
-    def cut(folder: Path, step: int) -> None:
-        """Drops what was logged after the step that a resumed run starts from."""
-        path = folder / "metrics.jsonl"
-        if path.is_file():
-            lines = [
-                line
-                for line in path.read_text().splitlines()
-                if line.endswith("}") and json.loads(line)["step"] <= step
-            ]
-            path.write_text("".join(line + "\n" for line in lines))

@@ -13,7 +13,8 @@ from drafters.checkpoint import load_drafter
 from drafters.errors import UserError
 from tests.tiny import make_target
 from tests.train.small import metrics, small_recipe, target_hash
-from train.loop import _batches, _check_shapes, lr_factor, total_steps, train
+from train.build import check_before_data
+from train.loop import _batches, lr_factor, total_steps, train
 from train.recipe import recipe_from_dict
 from train.state import read_state
 from train.validation import Estimate
@@ -273,18 +274,14 @@ def test_a_drafter_is_continued_with_its_own_vocabulary(tmp_path, spy, kind):  #
         train(recipe_from_dict(raw), target)
 
 
-class Processes:
-    """All that `_check_shapes` reads of an `Accelerator`."""
-
-    num_processes = 2
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({"train": {"global_batch": 4}}, "train.global_batch=4 is not a multiple of train.micro_batch=4 x 2 processes"),
         ({"data": {"max_length": 600}}, "data.max_length=600 exceeds the target's 512 positions"),
         ({"drafter": {"draft_vocab": 600}}, "drafter.draft_vocab=600 exceeds the target's 512 tokens"),
+        ({"drafter": {"num_heads": 7}}, "drafter.num_heads=7 does not divide"),
+        ({"drafter": {"init": "nowhere"}}, "nowhere/config.json: no such file"),
         ({"drafter": {"taps": [1, 4]}}, r"drafter.taps=\[1, 4\]: distinct ascending layers of 0..3"),
     ],
 )
@@ -293,7 +290,7 @@ def test_shapes_are_checked_before_data_is_made(target, tmp_path, change, expect
     for section, values in change.items():
         raw[section] |= values
     with pytest.raises(UserError, match=expected):
-        _check_shapes(recipe_from_dict(raw), target, Processes())
+        check_before_data(recipe_from_dict(raw), target, processes=2)
 
 
 def test_tensorboard_needs_no_question(target, tmp_path):

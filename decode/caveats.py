@@ -36,6 +36,7 @@ def describe_drafter(drafter: Any) -> dict[str, Any]:
         "training_tokens": data.get("tokens"),
         "expected_tau": expected_tau(data.get("tokens")),
         "tau_estimate": (meta.get("results") or {}).get("tau_estimate"),
+        "survival_estimate": (meta.get("results") or {}).get("survival_estimate"),
         "trained_for": (meta.get("target") or {}).get("name"),
         "warnings": list(meta.get("warnings") or ()),  # `load_drafter` compares target fingerprints
     }
@@ -56,7 +57,7 @@ def collect_warnings(report: dict[str, Any]) -> list[str]:
         found += _exactness_warnings(name, arm)
     for name, drafter in report["drafters"].items():
         found += [f"{name}: {line}" for line in drafter["warnings"]]
-        found += _estimate_warnings(name, drafter, arms[name])
+        found += _estimate_warnings(name, drafter, arms[name], report["settings"].get("draft", {}).get(name, {}))
         found += _speed_warnings(name, arms[name])
     if HF in arms and arms[HF]["speedup"] > 1.05:
         found.append(
@@ -83,10 +84,15 @@ def _exactness_warnings(name: str, arm: dict[str, Any]) -> list[str]:
     return [f"{name} is NOT lossless here: greedy output differs from plain decoding by {gap}; its speedup is void"]
 
 
-def _estimate_warnings(name: str, drafter: dict[str, Any], arm: dict[str, Any]) -> list[str]:
+def _estimate_warnings(name: str, drafter: dict[str, Any], arm: dict[str, Any], draft: dict[str, Any]) -> list[str]:
+    """Compares like with like: the training estimate of a chain, as deep as what was drafted here."""
     estimate = drafter["tau_estimate"]
+    if drafter.get("survival_estimate") and draft.get("length"):
+        estimate = 1 + sum(drafter["survival_estimate"][: draft["length"]])
     if not estimate or abs(arm["tau"] - estimate) <= ESTIMATE_TOLERANCE * estimate:
         return []
+    if arm["tau"] > estimate and draft.get("kind") == "tree":
+        return []  # that is what a tree is for
     if arm["tau"] < estimate:
         causes = (
             "other prompts than the training text, sampling at another temperature, another chat template or target, "

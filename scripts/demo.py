@@ -99,7 +99,7 @@ def _save_plan(out: Path, plan: dict[str, Any]) -> None:
 
 
 @torch.inference_mode()
-def _synthesis_rate(target: Target, rows: int = 48, steps: int = 8) -> float:
+def _synthesis_rate(target: Target, rows: int = 32, steps: int = 8) -> float:
     """Tokens per second of a decode step over `rows` rows."""
     cache = target.new_cache(200)
     ids = torch.full((rows, 128), 7, device=target.device)

@@ -165,5 +165,5 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
             weight.copy_(theirs.float())
         elif name.startswith("self_attn.") and theirs.shape == (weight.shape[0], H):
             weight[:, -H:].copy_(theirs.float())  # input is [embedding; hidden]: the hidden half
-    drafter.fc.weight.zero_()  # noise on the other inputs would drown in the target's few huge channels
+    drafter.fc.weight.zero_()  # the other inputs start silent; noise there gave the same acceptance (1.187, now 1.185)
     drafter.fc.weight[:, -H:] = torch.eye(H, device=drafter.fc.weight.device)

@@ -105,7 +105,9 @@ def test_changed_recipe_is_refused(target, tmp_path, change, key):
 
 def test_what_changes_no_number_may_change(target, tmp_path):
     train(small_recipe(tmp_path, train={"max_steps": 1}), target)
-    train(small_recipe(tmp_path, train={"max_steps": 1, "log_every": 7, "trackers": []}), target)
+    folder = train(small_recipe(tmp_path, train={"max_steps": 1, "log_every": 7, "trackers": []}), target)
+    state = read_state(folder)
+    assert state is not None and state[1]["step"] == 1 and state[1]["recipe"]["train"]["max_steps"] == 1
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])

@@ -10,7 +10,7 @@ Run: python scripts/chat.py --target smollm2-135m --drafter runs/smollm2-eagle3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from decode.sampling import SamplingParams, distribution, draw, penalize
 from decode.tree import ancestors, block_mask, walk
 from decode.verify import verify_sampled_chain
-from drafters.base import Drafter, DraftSettings, DraftTree
+from drafters.base import Drafter, DraftSettings, DraftTree, Outcome
 from drafters.cache import KVCache
 from drafters.errors import UserError
 from drafters.target import Features, Target
@@ -50,6 +50,21 @@ class Round:
         return self.draft_s + self.verify_s + self.other_s
 
 
+class Policy(Protocol):
+    """Chooses how much to draft, round by round; a fixed `DraftSettings` may stand in its place."""
+
+    nodes: int
+    """The most nodes that any of its settings proposes."""
+    rows: int
+    """The most rows that a drafter writes into its own cache under any of them."""
+
+    def choose(self) -> DraftSettings:
+        """Settings of the next round."""
+
+    def observe(self, round: Round) -> None:
+        """Takes what the last round brought and cost."""
+
+
 @dataclass
 class Generation:
     """What `generate` returns."""
@@ -78,7 +93,7 @@ def generate(
     prompt: Prompt,
     *,
     max_new_tokens: int = 128,
-    settings: DraftSettings | None = None,
+    settings: DraftSettings | Policy | None = None,
     sampling: SamplingParams | None = None,
     stop: Sequence[str] = (),
     callback: Callable[[list[int], int], None] | None = None,
@@ -92,7 +107,8 @@ def generate(
         drafter: from `load_drafter`, or None for plain decoding.
         prompt: a user message, a list of messages (both go through the chat template), or token ids.
         max_new_tokens: at most so many, end token included.
-        settings: how much to draft; None: the drafter's `default_settings`, else a chain of 4.
+        settings: how much to draft, or a policy that decides it each round; None: the drafter's `default_settings`,
+            else a chain of 4.
         sampling: None: greedy.
         stop: strings that end the output; `.text` ends before the first of them.
         callback: called once a round with the emitted tokens, the first n of which were drafted, and n.
@@ -125,15 +141,18 @@ class _Run:
         drafter: Drafter | None,
         prompt: Prompt,
         max_new_tokens: int,
-        settings: DraftSettings,
+        settings: DraftSettings | Policy,
         sampling: SamplingParams,
         stop: Sequence[str],
         eos_token_ids: Sequence[int] | None,
         profile: bool,
     ):
-        self.target, self.drafter, self.settings, self.sampling = target, drafter, settings, sampling
+        self.target, self.drafter, self.sampling = target, drafter, sampling
+        self.policy = None if isinstance(settings, DraftSettings) else settings
+        self.settings = settings if isinstance(settings, DraftSettings) else DraftSettings()
         self.prompt = prompt_ids(target, prompt)
         self.max_new_tokens, self.stop = max_new_tokens, tuple(s for s in stop if s)
+        self.observer = getattr(drafter, "observe", None)
         nodes = settings.nodes if drafter is not None else 0
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens={max_new_tokens}: at least 1 is allowed")
@@ -196,7 +215,7 @@ class _Run:
         positions = positions if depths is None else positions + depths
         features = self.target.forward(ids[None], positions[None], self.cache, mask, self.taps)
         logits = self.target.head(features.final[0]).float()  # (n + 1, V): slot s predicts what follows it
-        path, bonus = self._verify(logits, tree, ids, slots, depths)
+        path, bonus, choices = self._verify(logits, tree, ids, slots, depths)
         verified_at = self.clock()
 
         emitted = self._emit([tokens for _, tokens in path] + [bonus])
@@ -213,10 +232,13 @@ class _Run:
         accepted = min(len(path), len(emitted))
         total, draft, verify = self.clock() - started, drafted_at - started + extended, verified_at - drafted_at
         depth = 0 if depths is None else int(depths.max())
-        self.out.rounds.append(
-            Round(len(tree.tokens), depth, accepted, len(emitted), draft, verify, total - draft - verify)
-        )
+        round = Round(len(tree.tokens), depth, accepted, len(emitted), draft, verify, total - draft - verify)
+        self.out.rounds.append(round)
         self.out.decode_s += total
+        if self.policy is not None:
+            self.policy.observe(round)
+        if self.observer is not None:
+            self.observer(self.state, Outcome(tree, choices, [node for node, _ in path[:accepted]], total))
         return emitted, accepted
 
     def finish(self) -> Generation:
@@ -230,6 +252,8 @@ class _Run:
     def _propose(self) -> DraftTree:
         if self.drafter is None:
             return DraftTree.empty(self.target.device)
+        if self.policy is not None:
+            self.settings = self.policy.choose()
         # the target adds a token of its own: drafts past the limit could never be emitted
         room = min(self.settings.length, self.max_new_tokens - len(self.out.tokens) - 1)
         settings = self.settings if room == self.settings.length else _shortened(self.settings, room)
@@ -237,19 +261,22 @@ class _Run:
 
     def _verify(
         self, logits: Tensor, tree: DraftTree, ids: Tensor, slots: Tensor | None, depths: Tensor | None
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Accepted (node, token) pairs from the root down, and the bonus token; one transfer to the host."""
+    ) -> tuple[list[tuple[int, int]], int, list[int] | None]:
+        """Accepted (node, token) pairs from the root down, the bonus token, and the target's choice at every slot.
+
+        One transfer to the host.
+        """
         if tree.q is not None and not self.sampling.greedy:
             p = distribution(self._penalized(logits, ids, slots, depths), self.sampling)
             count, bonus = verify_sampled_chain(tree.tokens, tree.q.float(), p, self.generator)
             kept, last, *tokens = torch.cat([count, bonus, tree.tokens]).tolist()
-            return list(enumerate(tokens[:kept])), last
+            return list(enumerate(tokens[:kept])), last, None
         n = len(tree.tokens)
         choices = self._choose(self._penalized(logits, ids, slots, depths))
         flat = torch.cat([choices, tree.tokens, tree.parents]).tolist() if n else choices.tolist()
         tokens = flat[n + 1 : 2 * n + 1]
         path, last = walk(flat[: n + 1], tokens, flat[2 * n + 1 :])
-        return [(node, tokens[node]) for node in path], last
+        return [(node, tokens[node]) for node in path], last, flat[: n + 1]
 
     def _choose(self, logits: Tensor, ids: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
         if ids is None and slots is None and len(self.out.tokens) == 0:

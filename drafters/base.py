@@ -102,8 +102,24 @@ class DraftSettings:
         return self.length if self.kind == "chain" else self.length * self.top_k
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a proposal; for drafters that learn from it while they decode."""
+
+    tree: DraftTree
+    choices: list[int] | None
+    """The target's own token after the root and after each node, N + 1 of them; None after a sampled chain."""
+    accepted: list[int]
+    """Nodes that were emitted, from the root down."""
+    seconds: float
+    """Time of the whole round."""
+
+
 class Drafter(Protocol):
-    """The contract. One drafter serves one request at a time through a state of its own making."""
+    """The contract. A drafter may also have `observe(state, outcome)`, which the engine calls last in every round.
+
+    One drafter serves one request at a time through a state of its own making.
+    """
 
     kind: str
     taps: tuple[int, ...]

@@ -209,6 +209,38 @@ def test_acceptance_length_counts_the_targets_own_token(target, long_case):
     assert Generation([1]).acceptance_length == 1.0
 
 
+def test_a_policy_decides_every_round_and_a_drafter_hears_what_became_of_it(target, long_case):
+    prompt, expected = long_case
+
+    class Alternating:
+        nodes, rows, turn, seen = 9, 9, 0, []
+
+        def choose(self):
+            self.turn += 1
+            return DraftSettings("tree", 3, 4, 9) if self.turn % 2 else DraftSettings("chain", 0)
+
+        def observe(self, round):
+            self.seen.append(round)
+
+    class Listening(Scripted):
+        outcomes = []
+
+        def observe(self, state, outcome):
+            self.outcomes.append(outcome)
+
+    policy, drafter = Alternating(), Listening(lambda n: expected[n:], len(prompt))
+    out = generate(target, drafter, prompt, max_new_tokens=len(expected), settings=policy)
+    assert out.tokens == expected
+    assert policy.seen == out.rounds and len(drafter.outcomes) == len(out.rounds)
+    assert [r.drafted > 0 for r in out.rounds[:-1]] == [i % 2 == 0 for i in range(len(out.rounds) - 1)]
+    written = 1
+    for round, outcome in zip(out.rounds, drafter.outcomes, strict=True):
+        assert outcome.choices is not None and len(outcome.choices) == round.drafted + 1
+        assert [outcome.tree.tokens[n].item() for n in outcome.accepted] == expected[written:][: round.accepted]
+        assert outcome.choices[0] == expected[written]
+        written += round.tokens
+
+
 def test_times_add_up(target, drafters):
     out = generate(target, drafters["eagle3"], [5, 6, 7], max_new_tokens=8, eos_token_ids=())
     assert all(min(r.draft_s, r.verify_s) > 0 and r.other_s >= 0 for r in out.rounds)

@@ -96,7 +96,7 @@ def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> Train
             drafter.default_settings = DraftSettings(**meta["draft"])
         except TypeError as error:
             raise UserError(f"{folder / META}: draft={meta['draft']!r} are no draft settings ({error})") from error
-    if target.packed and pack:
+    if target.is_packed and pack:
         pack_linears(drafter)
     meta["warnings"] = _mismatches(meta.get("target"), target)
     for line in meta["warnings"]:

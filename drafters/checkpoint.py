@@ -88,7 +88,7 @@ def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> Train
         target.check_taps(drafter.taps)
     state = {_module_name(kind, name): w for name, w in weights.items() if name not in ("d2t", "t2d", "token_map")}
     drafter.load_state_dict(state, strict=True)
-    drafter.to(device=target.device, dtype=target.dtype)  # the id buffer keeps its integers
+    drafter.to(device=target.device, dtype=target.compute_dtype)  # the id buffer keeps its integers
     drafter.eval().requires_grad_(False)
     drafter.meta = meta
     if "draft" in meta:
@@ -97,7 +97,7 @@ def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> Train
         except TypeError as error:
             raise UserError(f"{folder / META}: draft={meta['draft']!r} are no draft settings ({error})") from error
     if target.is_packed and pack:
-        pack_linears(drafter)
+        pack_linears(drafter, target.dtype)
     meta["warnings"] = _mismatches(meta.get("target"), target)
     for line in meta["warnings"]:
         print(f"warning: {folder}: {line}", file=sys.stderr)

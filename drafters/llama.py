@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drafters.attention import FUSED_FROM
 from drafters.cache import KVCache
-from drafters.packing import Product, can_pack, compiled, native_bf16, product
+from drafters.packing import Product, can_pack, compiled, native_bf16, product, rms_norm
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -54,7 +54,6 @@ class FastDecoder:
         widened = weight.dtype == torch.bfloat16 and not native_bf16(weight.device) and compiled() is not None
         self.dtype = torch.float32 if widened else weight.dtype
         self.pack = can_pack(m.weight for m in decoder.modules() if type(m) is nn.Linear)
-        self.root_eps = torch.tensor(self.eps**0.5, device=weight.device)
         self.layers = [self._layer(block) for block in decoder.layers]
         self.norm = self._norm(decoder.norm)
 
@@ -87,23 +86,15 @@ class FastDecoder:
         folded = self._folded(mask, ids.shape[1], cache)
         tapped: dict[int, Tensor] = {0: hidden}
         for index, layer in enumerate(self.layers):
-            q, k, v = self._heads(layer, self._rms(hidden, layer.attention_norm), cos, sin)
+            q, k, v = self._heads(layer, rms_norm(hidden, layer.attention_norm, self.eps), cos, sin)
             if cache is not None:
                 k, v = cache.update(k, v, index)
             hidden = hidden + layer.out(self._attend(q, k, v, mask, folded))
-            gate, up = layer.gate_up(self._rms(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, self.eps)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate).mul_(up))
             if index + 1 in taps:
                 tapped[index + 1] = hidden
-        return self._rms(hidden, self.norm), [tapped[k] for k in taps]
-
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.device.type != "cpu":
-            return F.rms_norm(x, x.shape[-1:], weight, self.eps)
-        # on a CPU that is eight operations, and this four: x w / sqrt(mean(x^2) + eps), sums of squares as norms
-        D = x.shape[-1]
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * weight / norm.mul_(D**-0.5).hypot_(self.root_eps)
+        return rms_norm(hidden, self.norm, self.eps), [tapped[k] for k in taps]
 
     def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, N, H, d) and keys (B, K, N, d), and values (B, K, N, d)."""
@@ -113,7 +104,7 @@ class FastDecoder:
         qk = qkv[:, :, : H + K]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([H, K], dim=2)
-            normed = [self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)]
+            normed = [rms_norm(q, layer.q_norm, self.eps), rms_norm(k, layer.k_norm, self.eps)]
             qk = torch.cat(normed, dim=2)
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, dims=-1), sin)
         return qk[:, :, :H], qk[:, :, H:].transpose(1, 2), qkv[:, :, H + K :].transpose(1, 2)

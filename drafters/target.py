@@ -101,6 +101,11 @@ class Target:
         return self._embedding.weight
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states; see `FastDecoder`."""
+        return self.dtype if self.fast is None else self.fast.dtype
+
+    @property
     def is_packed(self) -> bool:
         """Whether `pack` found something to make faster."""
         return bool(self.packed) or self.fast is not None

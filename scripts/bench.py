@@ -203,9 +203,11 @@ def training(target: Target, draft_ids: torch.Tensor, rows: int = 4, length: int
 
 
 def _untrained(target: Target, ids: torch.Tensor) -> TrainedDrafter:
-    drafter = build_eagle(target, ids, 3).to(target.device, target.dtype).bind(target).eval().requires_grad_(False)
+    drafter = (
+        build_eagle(target, ids, 3).to(target.device, target.compute_dtype).bind(target).eval().requires_grad_(False)
+    )
     if target.is_packed:
-        pack_linears(drafter)
+        pack_linears(drafter, target.dtype)
     return drafter
 
 

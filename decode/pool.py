@@ -198,14 +198,14 @@ class PagePool(KVCache):
         columns = torch.arange(self.visible, device=positions.device)
         new = columns - self.lengths[:, None]  # (B, S): which new row a column is
         N = positions.shape[1]
-        return torch.where((0 <= new) & (new < N), positions.gather(1, new.clamp(0, N - 1)), columns)
+        return torch.where((new >= 0) & (new < N), positions.gather(1, new.clamp(0, N - 1)), columns)
 
     def mask(self, trees: Tensor) -> Tensor:
         """(B, 1, N, S) for the trees' own masks (B, N, N): all of a request's committed rows, and each slot's path."""
         N = trees.shape[1]
         new = torch.arange(self.visible, device=trees.device) - self.lengths[:, None]  # (B, S)
         own = trees.gather(2, new.clamp(0, N - 1)[:, None].expand(-1, N, -1))  # (B, N, S)
-        return ((new < 0)[:, None] | (own & ((0 <= new) & (new < N))[:, None]))[:, None]
+        return ((new < 0)[:, None] | (own & ((new >= 0) & (new < N))[:, None]))[:, None]
 
     def keep(self, seats: list[Seat], kept: list[list[int]]) -> None:
         """Commits rows that a forward wrote for each seat (ascending, counted from its first); drops the rest."""

@@ -167,11 +167,13 @@ class PagePool(KVCache):
         width, page = max(counts), self.page
         self.visible = max(seat.length + count for seat, count in zip(seats, counts, strict=True))
         self.padded = min(counts) != width
-        slots, rows = [], []  # of the (B * N) new rows, the real ones; and where in the pool they go
+        slots: list[int] = []  # of the B * N new rows, the real ones
+        rows: list[int] = []  # and where in the pool they go
         for b, (seat, count) in enumerate(zip(seats, counts, strict=True)):
             slots += range(b * width, b * width + count)
             rows += [seat.pages[r // page] * page + r % page for r in range(seat.length, seat.length + count)]
-        tables, columns = [], self.pages_for(self.visible)
+        tables: list[int] = []
+        columns = self.pages_for(self.visible)
         self.gathered = not self._regular(seats)
         if self.gathered:
             tables = [p for s in seats for p in (s.pages + s.pages[:1] * columns)[:columns]]

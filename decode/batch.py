@@ -15,6 +15,7 @@ from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from decode.engine import Block, Decoding, Generation, Policy, Request
 from decode.pool import PAGE, PagePool, Seat
@@ -319,15 +320,17 @@ class Batch:
         """One forward of (B, N): each request's block, padded behind by rows that see their root only."""
         device, N = self.target.device, max(counts)
         self._pool.open(seats, counts, device)
-        ids = torch.zeros(len(seats), N, dtype=torch.long, device=device)
-        depths = torch.zeros_like(ids)
-        trees = torch.zeros(len(seats), N, N, dtype=torch.bool, device=device)
-        trees[:, :, 0] = True
-        for b, block in enumerate(blocks):
-            n = counts[b]
-            ids[b, :n] = block.ids
-            if block.slots is not None and block.depths is not None:
-                depths[b, :n], trees[b, :n, :n] = block.depths, block.slots
+        if N == 1:
+            ids = torch.cat([block.ids for block in blocks])[:, None]
+            depths, trees = torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)[:, :, None]
+        else:
+            ids = pad_sequence([block.ids for block in blocks], batch_first=True)  # (B, N)
+            depths = torch.zeros_like(ids)
+            trees = torch.zeros(len(seats), N, N, dtype=torch.bool, device=device)
+            trees[:, :, 0] = True
+            for b, (block, n) in enumerate(zip(blocks, counts, strict=True)):
+                if block.slots is not None and block.depths is not None:
+                    depths[b, :n], trees[b, :n, :n] = block.depths, block.slots
         # rotary position: committed length + depth
         positions = self._pool.lengths[:, None] + depths
         return self.target.forward(ids, positions, self._pool, self._pool.mask(trees), self.taps)

@@ -40,6 +40,24 @@ def test_rows_are_seen_in_place_and_gathered_alike():
         assert write(pool, [a, b], [1, 1], 30) == [[0, 1, 2, 20, 22, 23, 30], [10, 11, 24, 31]]
 
 
+def test_columns_know_their_positions_and_who_sees_them():
+    pool = PagePool(64, seats=2, page=4)
+    a, b = pool.enter(), pool.enter()
+    pool.reserve(a, 3)
+    write(pool, [a], [3], 0)
+    pool.keep([a], [[0, 1, 2]])
+    assert pool.reserve(a, 3) and pool.reserve(b, 2)
+    pool.open([a, b], [3, 2], CPU)
+    depths = torch.tensor([[0, 1, 1], [0, 1, 0]])  # a's two nodes are siblings
+    positions = pool.note_positions(pool.lengths[:, None] + depths)
+    assert positions[0].tolist() == [0, 1, 2, 3, 4, 4]
+    assert positions[1, :2].tolist() == [0, 1]
+    trees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 0, 0]]], dtype=torch.bool)
+    mask = pool.mask(trees)[:, 0].int().tolist()
+    assert mask[0] == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]]
+    assert mask[1] == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
+
+
 def test_a_shared_page_is_copied_by_whoever_writes_first():
     pool = PagePool(48, seats=3, page=4)
     a = pool.enter()

@@ -30,6 +30,7 @@ Callback = Callable[[int, list[int], int], bool | None]
 # A forward costs as much as so many more rows: v(16) = 1.4 to 1.9 in bfloat16 and float32 on two cores, so a row is
 # 0.03 to 0.06 of the step of one.
 FORWARD_ROWS = 24
+OFF = DraftSettings("chain", 0)
 
 
 @dataclass(eq=False)
@@ -134,7 +135,7 @@ class Batch:
             if self.pool is not None and run.capacity > self.pool.capacity:
                 raise UserError(
                     f"a request of up to {run.capacity} tokens, drafts included, does not fit pool_tokens="
-                    f"{self.pool_tokens}; raise it, or lower max_new_tokens"
+                    f"{self.pool.capacity}; raise it, or lower max_new_tokens"
                 )
             self.waiting.append(_Job(index, run))
         except UserError as error:
@@ -154,7 +155,7 @@ class Batch:
         if not self.serving:
             return
         started = time.perf_counter()
-        self._make_room({job: job.run.draft_settings() for job in self.serving})
+        self._make_room({job: OFF if self.drafter is None else job.run.draft_settings() for job in self.serving})
         jobs = self.serving
         trees = self._propose()
         drafted = time.perf_counter()
@@ -171,7 +172,9 @@ class Batch:
             )
         ended = time.perf_counter()
         draft_s, verify_s, total_s = drafted - started + ended - kept, verified - drafted, ended - started
-        for job, block, verdict in zip(list(jobs), blocks, verdicts, strict=True):
+        for job, block, verdict in zip(jobs, blocks, verdicts, strict=True):
+            if job.index in self.results:  # an earlier request's callback cancelled it
+                continue
             job.run.record(block, verdict, draft_s, verify_s, total_s)
             self._report(job, verdict.emitted, verdict.accepted)
 
@@ -241,8 +244,7 @@ class Batch:
         i = 0
         while i < len(self.serving):
             job = self.serving[i]
-            nodes = settings[job].nodes if self.drafter is not None else 0
-            if self._pool.reserve(_seat(job), nodes + 1):
+            if self._pool.reserve(_seat(job), settings[job].nodes + 1):
                 i += 1
                 continue
             youngest = self.serving.pop()

@@ -251,8 +251,8 @@ def test_cancelled_and_failing_requests_free_their_pages_and_hurt_no_other(targe
     assert (outs[4].tokens, outs[4].finish) == (answers[4][:5], "cancelled")
     assert (outs[5].tokens, outs[5].finish, outs[5].error) == (answers[5][:3], "error", "the reader went away")
     assert [out.finish for out in outs[1:4]] == ["error"] * 3
-    assert "empty" in outs[1].error and "vocabulary" in outs[2].error or "0..511" in outs[2].error
-    assert "pool_tokens=200" in outs[3].error
+    assert "empty" in outs[1].error and "0..511" in outs[2].error
+    assert "pool_tokens=192" in outs[3].error  # whole pages
     assert batch.pool.used == 0
     assert seen[0] == answers[0]
 

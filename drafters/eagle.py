@@ -11,7 +11,7 @@ Vd draft vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from drafters import lockstep
 from drafters.attention import headstart_attention
 from drafters.base import DraftSettings, DraftTree
 from drafters.target import Features, Target
@@ -243,10 +244,10 @@ class EagleDrafter(nn.Module):
                 q = torch.softmax(logits.float() / temperature, dim=-1)
                 noise = torch.empty_like(q).exponential_(generator=generator)
                 draft = (q / noise).argmax(-1, keepdim=True)
-                dists.append(self._scatter(q))
+                dists.append(self.scatter(q))
             else:
                 draft = logits.argmax(-1, keepdim=True)
-            tokens.append(self._to_target(draft))
+            tokens.append(self.to_target(draft))
             if j + 1 < settings.length:
                 # draft step j+1 pairs x[t+2+j] with its own previous output at position t+1+j; t = length - 1
                 position = torch.full((1, 1), state.length + j, device=draft.device)
@@ -266,7 +267,7 @@ class EagleDrafter(nn.Module):
             logp = torch.log_softmax(self.logits(beam_out[0]).float(), dim=-1)  # (w, Vd)
             best = logp.topk(width, dim=-1)
             level_scores = (beam_score[:, None] + best.values).flatten()  # (w * width,)
-            level_tokens = self._to_target(best.indices.flatten())
+            level_tokens = self.to_target(best.indices.flatten())
             scores.append(level_scores)
             tokens.append(level_tokens)
             parents.append(beam_index.repeat_interleave(width))
@@ -298,10 +299,34 @@ class EagleDrafter(nn.Module):
         attended, _ = headstart_attention(self, q, state.keys[:, :, :end], state.values[:, :, :end], mask)
         return self.outputs(residual, attended.flatten(2))
 
-    def _to_target(self, draft: Tensor) -> Tensor:
+    def fork(self, state: "EagleState", rows: int, capacity: int) -> "EagleState":
+        """See `Drafter`: the first rows are copied."""
+        copy = self.begin(capacity)
+        copy.keys[:, :, :rows], copy.values[:, :, :rows] = state.keys[:, :, :rows], state.values[:, :, :rows]
+        copy.length = rows
+        return copy
+
+    def extend_batch(
+        self, states: Sequence["EagleState"], tokens: Sequence[Tensor], features: Sequence[Features]
+    ) -> None:
+        """See `Drafter`."""
+        lockstep.extend_batch(self, states, tokens, features)
+
+    def propose_batch(
+        self,
+        states: Sequence["EagleState"],
+        settings: Sequence[DraftSettings],
+        temperatures: Sequence[float],
+        generators: Sequence[torch.Generator],
+    ) -> list[DraftTree]:
+        """See `Drafter`."""
+        return lockstep.propose_batch(self, states, settings, temperatures, generators)
+
+    def to_target(self, draft: Tensor) -> Tensor:
+        """Target ids of draft ids."""
         return draft if self.draft_ids is None else self.draft_ids[draft]
 
-    def _scatter(self, q: Tensor) -> Tensor:
+    def scatter(self, q: Tensor) -> Tensor:
         """A distribution over the draft vocabulary as one over the target's."""
         if self.draft_ids is None:
             return q

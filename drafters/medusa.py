@@ -3,6 +3,7 @@
 Shapes: M supervised rows, D hidden width, K heads, Vd draft vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,36 @@ class MedusaDrafter(nn.Module):
         if K == 0:
             return DraftTree.empty(device)
         logits = torch.stack([self.logits(k, state.hidden) for k in range(K)])  # (K, Vd)
+        return self._proposal(logits, settings, temperature, generator)
+
+    def propose_batch(
+        self,
+        states: Sequence["MedusaState"],
+        settings: Sequence[DraftSettings],
+        temperatures: Sequence[float],
+        generators: Sequence[torch.Generator],
+    ) -> list[DraftTree]:
+        """See `Drafter`: every head reads all requests in one product."""
+        hidden = torch.stack([state.hidden for state in states])  # (B, D)
+        most = min(max(wanted.length for wanted in settings), self.config.heads)
+        logits = torch.stack([self.logits(k, hidden) for k in range(most)], dim=1) if most else None  # (B, K, Vd)
+        trees = []
+        for b, wanted in enumerate(settings):
+            if logits is None or wanted.length == 0:
+                trees.append(DraftTree.empty(hidden.device))
+            else:
+                trees.append(self._proposal(logits[b, : wanted.length], wanted, temperatures[b], generators[b]))
+        return trees
+
+    def fork(self, state: "MedusaState", rows: int, capacity: int) -> "MedusaState":
+        """See `Drafter`: nothing but the newest hidden state counts, which `extend` brings."""
+        return self.begin(capacity)
+
+    def _proposal(
+        self, logits: Tensor, settings: DraftSettings, temperature: float, generator: torch.Generator | None
+    ) -> DraftTree:
+        """A chain or tree from the heads' logits (K, Vd)."""
+        K, device = len(logits), logits.device
         if settings.kind == "tree":
             hits = self.meta.get("rank_hits") or default_rank_hits(K, settings.top_k)
             ranks, parents = _tree_plan(_freeze(hits[:K], settings.top_k), settings.total)

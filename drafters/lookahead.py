@@ -2,8 +2,8 @@
 
 The draft tree holds a window of W columns and N - 1 levels. Level 0 is a chain below the root, column i at depth i + 1;
 level l of a column hangs below its level l - 1. What the target says after the last level is the column's next level,
-the oldest level falls out, and the N tokens of the column so far are an n-gram for the pool. Beside the window stand the
-pool's n-grams that begin with the last committed token, as guesses. A tree chosen before the target's draws is exact
+the oldest level falls out, and the N tokens of the column so far are an n-gram for the pool. Beside the window stand,
+as guesses, the pool's n-grams that begin with the last committed token. A tree chosen before the target draws is exact
 with one-hot verification, whatever stands in it, so the window needs no mask or rule of its own.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from drafters.base import DraftSettings, DraftTree, Outcome
 from drafters.errors import UserError
-from drafters.target import Features
 from drafters.lookup import Trie
+from drafters.target import Features
 
 POOL = 1 << 16
 """Tokens that n-grams are kept for; the least recently used fall out."""
@@ -58,7 +58,7 @@ class LookaheadDrafter:
     kind = "lookahead"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, window: int = 0, ngram: int = 0, guesses: int = 0, from_text: bool = True):
+    def __init__(self, window: int = 0, ngram: int = 0, guesses: int = 0, *, from_text: bool = True):
         if min(window, guesses) < 0 or ngram not in (0, *range(2, 17)):
             raise UserError(
                 f"lookahead: window={window}, ngram={ngram}, guesses={guesses}; "
@@ -72,7 +72,7 @@ class LookaheadDrafter:
     def shape(self, settings: DraftSettings) -> tuple[int, int, int]:
         """Columns W, levels N - 1 and guesses G that fit the nodes and the depth of these settings."""
         nodes, depth = settings.nodes, settings.length
-        L = min(depth, self.ngram - 1 if self.ngram else max(1, min(4, math.isqrt(nodes // 2))))
+        L = min(depth, nodes, self.ngram - 1 if self.ngram else max(1, min(4, math.isqrt(nodes // 2))))
         W = min(self.window or nodes // (2 * L), nodes // L, depth - L + 1)
         G = min(self.guesses or max(1, W), nodes // L - W)
         return W, L, G

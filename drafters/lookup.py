@@ -1,8 +1,8 @@
 """Drafters that copy: the text so far, or a reference text, has been here before and went on like this.
 
 - N-gram (prompt) lookup: the most recent place where the last n tokens stood, n as large as possible.
-- Suffix decoding (arXiv 2411.04975): the longest suffix of the text that occurred before, however long, and what followed
-  it how often.
+- Suffix decoding (arXiv 2411.04975): the longest suffix of the text that occurred before, however long, and what
+  followed it how often.
 
 Both keep plain Python integers: no tensor is touched per token, and a proposal is one small tensor at the end.
 """

@@ -145,7 +145,14 @@ def measure_drafter(
 
 
 def tuned_settings(target: Target, drafter: Drafter, prompts: int = 3) -> DraftSettings:
-    """The setting of greatest expected speedup here, by `tune` on the calibration prompts; prints what it chose."""
+    """The setting of greatest expected speedup here, by `tune` on the calibration prompts; prints what it chose.
+
+    A drafter that learns from what the target says (`observe`) can't be counted on a text that is already there: it
+    keeps its own default.
+    """
+    if hasattr(drafter, "observe") and drafter.default_settings:
+        print(f"draft setting for {drafter.kind}: {drafter.default_settings.describe()}, its own default")
+        return drafter.default_settings
     texts = continuations(target, load_prompts("calibration", limit=prompts), drafter.taps)
     best = tune(target, drafter, texts)[0]
     print(

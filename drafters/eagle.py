@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from drafters import lockstep
 from drafters.attention import headstart_attention
 from drafters.base import DraftSettings, DraftTree
+from drafters.beam import grow_tree
 from drafters.target import Features, Target
 
 
@@ -255,38 +256,20 @@ class EagleDrafter(nn.Module):
         return DraftTree.chain(torch.cat(tokens), torch.stack(dists) if sampled else None)
 
     def _propose_tree(self, state: "EagleState", settings: DraftSettings) -> DraftTree:
-        """EAGLE-2's dynamic tree by cumulative log probability: expand the best `top_k` a level, keep `total`."""
-        device = self.fc.weight.device
-        width = min(settings.top_k, self.config.draft_vocab_size)
-        scores, tokens, parents = [], [], []  # per level: every candidate
-        beam_out, beam_score = state.out, torch.zeros(1, device=device)  # (1, w, H), (w,)
-        beam_index = torch.full((1,), -1, device=device)  # each beam's index among all candidates; -1 = the root
-        beam_seen = torch.zeros(1, 0, dtype=torch.bool, device=device)  # (w, draft rows so far): own branch
-        count, drafted = 0, 0
-        for level in range(settings.length):
-            logp = torch.log_softmax(self.logits(beam_out[0]).float(), dim=-1)  # (w, Vd)
-            best = logp.topk(width, dim=-1)
-            level_scores = (beam_score[:, None] + best.values).flatten()  # (w * width,)
-            level_tokens = self.to_target(best.indices.flatten())
-            scores.append(level_scores)
-            tokens.append(level_tokens)
-            parents.append(beam_index.repeat_interleave(width))
-            if level + 1 == settings.length:
-                break
-            kept = level_scores.topk(min(width, len(level_scores))).indices  # (w',)
-            w = len(kept)
-            origin = kept // width  # the beam each kept candidate grew from
-            beam_score, beam_index = level_scores[kept], count + kept
-            count += len(level_scores)
-            # rows this level writes: visible to themselves and to their own descendants
-            seen = torch.cat([beam_seen[origin], torch.eye(w, dtype=torch.bool, device=device)], dim=1)
-            mask = torch.cat([torch.ones(w, state.length, dtype=torch.bool, device=device), seen], dim=1)[None, None]
-            positions = torch.full((1, w), state.length + level, device=device)
-            beam_out = self._cached(
-                state, level_tokens[kept][None], beam_out[:, origin], positions, mask, state.length + drafted
-            )
-            beam_seen, drafted = seen, drafted + w
-        return _best_subtree(torch.cat(scores), torch.cat(tokens), torch.cat(parents), settings.total)
+        """EAGLE-2's dynamic tree by cumulative log probability."""
+        out = state.out  # (1, w, H), of the beams
+
+        def advance(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
+            nonlocal out
+            w, drafted = seen.shape
+            mask = F.pad(seen, (state.length, 0), value=True)[None, None]  # all committed rows are visible
+            positions = torch.full((1, w), state.length + level, device=tokens.device)
+            at = state.length + drafted - w
+            out = self._cached(state, self.to_target(tokens)[None], out[:, origin], positions, mask, at)
+            return torch.log_softmax(self.logits(out[0]).float(), dim=-1)
+
+        tree = grow_tree(torch.log_softmax(self.logits(out[0]).float(), dim=-1), settings, advance)
+        return DraftTree(self.to_target(tree.tokens), tree.parents)
 
     def _cached(
         self, state: "EagleState", tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, at: int
@@ -341,17 +324,6 @@ class EagleState:
     values: Tensor
     out: Tensor  # (1, 1, H), the last committed row's output: its logits are the first draft's
     length: int = 0
-
-
-def _best_subtree(scores: Tensor, tokens: Tensor, parents: Tensor, total: int) -> DraftTree:
-    """The `total` best candidates; a child never scores above its parent, so with ties broken by age it is a tree."""
-    order = torch.sort(scores, descending=True, stable=True).indices[
-        :total
-    ]  # stable: parents come before equal children
-    kept = order.sort().values  # ascending: parents precede children
-    index = torch.full((len(scores) + 1,), -1, device=scores.device)
-    index[kept] = torch.arange(len(kept), device=scores.device)
-    return DraftTree(tokens[kept], index[parents[kept]])  # parent -1 reads the last slot, which stays -1
 
 
 def _unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

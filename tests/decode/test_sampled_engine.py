@@ -12,6 +12,9 @@ from decode import engine
 from decode.engine import DraftSettings, SamplingParams, generate
 from drafters.base import DraftTree
 from drafters.build import build_eagle, build_medusa
+from drafters.draft_model import DraftModel
+from drafters.lookahead import LookaheadDrafter
+from drafters.lookup import LookupDrafter, SuffixDrafter
 from drafters.target import wrap_target
 from tests.tiny import make_model, make_tokenizer
 
@@ -38,7 +41,15 @@ def proposers(five):
     medusa = build_medusa(five, None, heads=3)
     for head in medusa.heads:
         head[-1].weight.data.normal_(0, 0.3)
-    return {"eagle": eagle, "medusa": medusa}
+    smaller = make_model(vocab_size=V, layers=1, seed=5, hidden_size=16, intermediate_size=16, head_dim=8)
+    return {
+        "eagle": eagle,
+        "medusa": medusa,
+        "model": DraftModel(wrap_target(smaller, make_tokenizer(), "smaller"), five),
+        "lookup": LookupDrafter(1, 1),
+        "suffix": SuffixDrafter([[1, 3, 2, 0, 1], [2, 4, 4, 1, 2, 0]]),
+        "lookahead": LookaheadDrafter(2, 2, 2),
+    }
 
 
 def expected(target, params):
@@ -95,6 +106,10 @@ TREE = DraftSettings("tree", length=2, top_k=2, total=5)
         ("eagle", SAMPLED, "plain temperature"),
         ("medusa", CHAIN, "top-p"),
         ("eagle", TREE, "top-k"),
+        ("model", SAMPLED, "top-p"),
+        ("lookup", CHAIN, "plain temperature"),
+        ("suffix", TREE, "plain temperature"),
+        ("lookahead", TREE, "plain temperature"),
     ],
 )
 def test_sampled_output_follows_the_target(five, proposers, name, settings, params):

@@ -6,7 +6,7 @@ looking at the verification's draws are one-hot proposals, whoever chose them, s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,26 +65,59 @@ def check_several(kind: str, drafters: Mapping[str, Drafter]) -> None:
         raise UserError(f"{kind}: two drafters or more are needed, got {', '.join(drafters) or 'none'}")
 
 
-def merge(trees: Sequence[DraftTree]) -> DraftTree:
+def merge(trees: Sequence[DraftTree]) -> tuple[DraftTree, list[list[int]]]:
     """The union of trees on one device: nodes with the same path are one node, and those of earlier trees come first.
 
     How the tokens were drawn does not matter any more: the union is verified as one-hot proposals.
+
+    Returns:
+        The union, and for each tree the node of the union that each of its slots became: the root (-1), then its nodes.
     """
-    some = [tree for tree in trees if len(tree.tokens)] or list(trees[:1])
-    if len(some) == 1:
-        return DraftTree(some[0].tokens, some[0].parents)
+    some = [tree for tree in trees if len(tree.tokens)]
+    if len(some) < 2:
+        one = some[0] if some else trees[0]
+        return DraftTree(one.tokens, one.parents), [list(range(-1, len(tree.tokens))) for tree in trees]
     # one transfer to the host; the free drafters' candidates come from there anyway
-    flat = torch.cat([part for tree in some for part in (tree.tokens, tree.parents)]).tolist()
+    flat = torch.cat([part for tree in trees for part in (tree.tokens, tree.parents)]).tolist()
     index: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+    places: list[list[int]] = []
     start = 0
-    for tree in some:
+    for tree in trees:
         n = len(tree.tokens)
-        place = [-1]  # slot of this tree (the root, then its nodes) -> node of the union
+        place = [-1]
         for token, parent in zip(flat[start : start + n], flat[start + n : start + 2 * n], strict=True):
             place.append(index.setdefault((place[parent + 1], token), len(index)))
+        places.append(place)
         start += 2 * n
     nodes = torch.tensor([*index], device=some[0].tokens.device)  # (n, 2): in order of making, so parents come first
-    return DraftTree(nodes[:, 1], nodes[:, 0])
+    return DraftTree(nodes[:, 1], nodes[:, 0]), places
+
+
+def own_outcome(outcome: Outcome, tree: DraftTree, place: list[int]) -> Outcome:
+    """What became of one of the trees of a union.
+
+    Args:
+        outcome: of the union.
+        tree: one of its parts.
+        place: the union's node of each slot of `tree`, from `merge`.
+    """
+    choices = outcome.choices
+    node_of = {at: slot - 1 for slot, at in enumerate(place)}
+    return Outcome(
+        tree,
+        None if choices is None else [choices[at + 1] for at in place],
+        [node_of[node] for node in outcome.accepted if node in node_of],
+        outcome.seconds,
+    )
+
+
+@dataclass
+class MergedState:
+    """The drafters' own states by name, and this round's proposals."""
+
+    inner: dict[str, Any]
+    trees: list[DraftTree] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
 
 
 class Merged:
@@ -116,44 +149,45 @@ class Merged:
         known = [s for s in settings if s is not None]
         return envelope(known, sum(s.nodes for s in known)) if len(known) == len(settings) else None
 
-    def begin(self, capacity: int) -> dict[str, Any]:
+    def begin(self, capacity: int) -> MergedState:
         """See `Drafter.begin`."""
-        return {
-            name: drafter.begin(capacity + self._own_rows(name, drafter)) for name, drafter in self.drafters.items()
-        }
+        drafters = self.drafters.items()
+        return MergedState({name: drafter.begin(capacity + self._own_rows(name)) for name, drafter in drafters})
 
-    def extend(self, state: dict[str, Any], tokens: Tensor, features: Features) -> None:
+    def extend(self, state: MergedState, tokens: Tensor, features: Features) -> None:
         """See `Drafter.extend`."""
         for name, drafter in self.drafters.items():
-            drafter.extend(state[name], tokens, own_features(features, self.taps, drafter.taps))
+            drafter.extend(state.inner[name], tokens, own_features(features, self.taps, drafter.taps))
 
     def propose(
         self,
-        state: dict[str, Any],
+        state: MergedState,
         settings: DraftSettings,
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> DraftTree:
         """See `Drafter.propose`: never more nodes or longer paths than `settings` allows."""
-        trees: list[DraftTree] = []
+        state.trees = []
         left = settings.nodes
         for rank, (name, drafter) in enumerate(self.drafters.items()):
             last = rank + 1 == len(self.drafters)
             own = self.settings.get(name) or own_settings(drafter) or settings
             asked = within(replace(own, sample=False), settings, left if last else (left + 1) // 2)
-            trees.append(drafter.propose(state[name], asked, temperature, generator))
-            left -= len(trees[-1].tokens)
-        return merge(trees)
+            state.trees.append(drafter.propose(state.inner[name], asked, temperature, generator))
+            left -= len(state.trees[-1].tokens)
+        union, state.places = merge(state.trees)
+        return union
 
-    def observe(self, state: dict[str, Any], outcome: Outcome) -> None:
-        """Passes on what became of the whole tree, to those that want to hear it."""
-        for name, drafter in self.drafters.items():
-            if hasattr(drafter, "observe"):
-                drafter.observe(state[name], outcome)
+    def observe(self, state: MergedState, outcome: Outcome) -> None:
+        """Tells each drafter that wants to hear it what became of its own candidates."""
+        for (name, drafter), tree, place in zip(self.drafters.items(), state.trees, state.places, strict=True):
+            listener: Any = drafter
+            if hasattr(listener, "observe"):
+                listener.observe(state.inner[name], own_outcome(outcome, tree, place))
 
-    def _own_rows(self, name: str, drafter: Drafter) -> int:
+    def _own_rows(self, name: str) -> int:
         """A beam of its own may write more rows than the engine's settings foresee."""
-        own = self.settings.get(name) or own_settings(drafter)
+        own = self.settings.get(name) or own_settings(self.drafters[name])
         return own.rows if own else 0
 
 

@@ -1,12 +1,13 @@
 """A merged tree holds every path of its parts once, and changes no text."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from decode.engine import DraftSettings, generate
-from drafters.base import DraftTree
+from drafters.base import DraftTree, Outcome
 from drafters.combine import Merged, merge
 from drafters.errors import UserError
 from tests.scripted import SCRIPTS, oracle
@@ -33,16 +34,16 @@ def test_merge_is_the_union_of_paths():
             trees.append(DraftTree(tokens, parents))
         if len([t for t in trees if len(t.tokens)]) < 2:
             continue
-        merged = paths(merge(trees))
+        merged = paths(merge(trees)[0])
         assert len(set(merged)) == len(merged)
         assert set(merged) == {path for tree in trees for path in paths(tree)}
 
 
 def test_merge_of_one_or_none_forgets_how_tokens_were_drawn():
     empty = DraftTree.empty(torch.device("cpu"))
-    assert len(merge([empty, empty]).tokens) == 0
+    assert len(merge([empty, empty])[0].tokens) == 0
     drawn = DraftTree.chain(torch.tensor([3, 4]), q=torch.ones(2, 5) / 5)
-    for tree in (merge([empty, drawn]), merge([drawn, drawn])):
+    for tree, _ in (merge([empty, drawn]), merge([drawn, drawn])):
         assert (tree.tokens.tolist(), tree.parents.tolist(), tree.q) == ([3, 4], [-1, 0], None)
 
 
@@ -75,3 +76,25 @@ def test_settings_of_each_and_of_all(target, drafters):
     assert generate(target, merged, [5, 6], max_new_tokens=20, eos_token_ids=()).tokens == answer
     with pytest.raises(UserError, match="two drafters"):
         Merged({"eagle3": drafters["eagle3"]})
+
+
+def test_each_drafter_hears_what_became_of_its_own_candidates():
+    heard = {}
+
+    def speaker(name, tree):
+        return SimpleNamespace(
+            kind="x", taps=(), meta={}, begin=lambda n: name, extend=lambda *a: None, propose=lambda *a: tree,
+            observe=heard.__setitem__,
+        )  # fmt: skip
+
+    a = DraftTree(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, -1]))
+    b = DraftTree(torch.tensor([9, 1, 2, 7]), torch.tensor([-1, -1, 1, 2]))
+    merged = Merged({"a": speaker("a", a), "b": speaker("b", b), "none": speaker("none", DraftTree.empty("cpu"))})
+    state = merged.begin(10)
+    union = merged.propose(state, TREE)
+    assert paths(union) == [(1,), (1, 2), (3,), (9,), (1, 2, 7)]
+    choices = [1, 2, 7, 30, 90, 70]  # after the root and each node: 1, 2, 7 are right
+    merged.observe(state, Outcome(union, choices, [0, 1, 4], 0.5))
+    assert heard["a"] == Outcome(a, [1, 2, 7, 30], [0, 1], 0.5)
+    assert heard["b"] == Outcome(b, [1, 90, 2, 7, 70], [1, 2, 3], 0.5)
+    assert heard["none"].choices == [1]

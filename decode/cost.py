@@ -20,6 +20,8 @@ from decode.engine import generate
 from decode.prompts import Prompt, load_prompts
 from decode.tree import walk
 from drafters.base import Drafter, DraftSettings
+from drafters.combine import Merged
+from drafters.router import Router
 from drafters.target import Features, Target
 
 CONTEXT = 192
@@ -145,7 +147,14 @@ def measure_drafter(
 
 
 def tuned_settings(target: Target, drafter: Drafter, prompts: int = 3) -> DraftSettings:
-    """The setting of greatest expected speedup here, by `tune` on the calibration prompts; prints what it chose."""
+    """The setting of greatest expected speedup here, by `tune` on the calibration prompts; prints what it chose.
+
+    Of a router or a merged drafter each part is tuned for itself.
+    """
+    if isinstance(drafter, Router | Merged):
+        drafter.use({name: tuned_settings(target, part, prompts) for name, part in drafter.drafters.items()})
+        assert drafter.default_settings is not None
+        return drafter.default_settings
     texts = continuations(target, load_prompts("calibration", limit=prompts), drafter.taps)
     best = tune(target, drafter, texts)[0]
     print(

@@ -140,19 +140,23 @@ class Merged:
         self.drafters = dict(free_first)
         self.taps = union_taps(list(drafters.values()))
         self.meta: dict[str, Any] = {"warnings": inner_warnings(drafters)}
-        self.settings = dict(settings or {})
+        self.default_settings: DraftSettings | None = None
+        self.use(settings or {})
 
-    @property
-    def default_settings(self) -> DraftSettings | None:
-        """A tree with room for all of them; None where one has no settings of its own."""
-        settings = [self.settings.get(name) or own_settings(drafter) for name, drafter in self.drafters.items()]
-        known = [s for s in settings if s is not None]
-        return envelope(known, sum(s.nodes for s in known)) if len(known) == len(settings) else None
+    def use(self, settings: Mapping[str, DraftSettings]) -> None:
+        """Sets how much each drafts; `default_settings` has room for all, unless one has no settings of its own."""
+        self.settings = dict(settings)
+        known = [own for name in self.drafters if (own := self._own(name))]
+        whole = len(known) == len(self.drafters)
+        self.default_settings = envelope(known, sum(s.nodes for s in known)) if whole else None
 
     def begin(self, capacity: int) -> MergedState:
         """See `Drafter.begin`."""
-        drafters = self.drafters.items()
-        return MergedState({name: drafter.begin(capacity + self._own_rows(name)) for name, drafter in drafters})
+        inner = {}
+        for name, drafter in self.drafters.items():  # a beam may write more rows than the engine's settings foresee
+            own = self._own(name)
+            inner[name] = drafter.begin(capacity + (own.rows if own else 0))
+        return MergedState(inner)
 
     def extend(self, state: MergedState, tokens: Tensor, features: Features) -> None:
         """See `Drafter.extend`."""
@@ -171,7 +175,7 @@ class Merged:
         left = settings.nodes
         for rank, (name, drafter) in enumerate(self.drafters.items()):
             last = rank + 1 == len(self.drafters)
-            own = self.settings.get(name) or own_settings(drafter) or settings
+            own = self._own(name) or settings
             asked = within(replace(own, sample=False), settings, left if last else (left + 1) // 2)
             state.trees.append(drafter.propose(state.inner[name], asked, temperature, generator))
             left -= len(state.trees[-1].tokens)
@@ -185,10 +189,8 @@ class Merged:
             if hasattr(listener, "observe"):
                 listener.observe(state.inner[name], own_outcome(outcome, tree, place))
 
-    def _own_rows(self, name: str) -> int:
-        """A beam of its own may write more rows than the engine's settings foresee."""
-        own = self.settings.get(name) or own_settings(self.drafters[name])
-        return own.rows if own else 0
+    def _own(self, name: str) -> DraftSettings | None:
+        return self.settings.get(name) or own_settings(self.drafters[name])
 
 
 def inner_warnings(drafters: Mapping[str, Drafter]) -> list[str]:

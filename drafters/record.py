@@ -41,7 +41,8 @@ class RecorderState:
     features: list[Features] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     """Accepted drafts of each `extend`, always its first tokens."""
-    steps: int = 0
+    extended: bool = False
+    """Whether this round's tokens came in; the last round's of a request do not."""
 
 
 class Recorder:
@@ -64,6 +65,7 @@ class Recorder:
     def __init__(self, drafter: Drafter, capacity: int = 20_000, max_length: int = 1024):
         self.drafter, self.capacity, self.max_length = drafter, capacity, min(max_length, capacity)
         self.kind, self.taps, self.meta = drafter.kind, drafter.taps, drafter.meta
+        self.default_settings: DraftSettings | None = own_settings(drafter)
         self.rows: deque[Row] = deque()
         self.finished = 0
         self._current: RecorderState | None = None
@@ -72,11 +74,6 @@ class Recorder:
     def reset(self) -> None:
         """Begins to count anew."""
         self.steps = self.tokens = 0
-
-    @property
-    def default_settings(self) -> DraftSettings | None:
-        """The drafter's."""
-        return own_settings(self.drafter)
 
     def begin(self, capacity: int) -> RecorderState:
         """See `Drafter.begin`; ends the row of the request before."""
@@ -91,6 +88,7 @@ class Recorder:
             state.tokens.append(tokens)
             state.features.append(_last(features, self.max_length))
             state.accepted.append(0)
+            state.extended = True
 
     def propose(
         self,
@@ -100,6 +98,7 @@ class Recorder:
         generator: torch.Generator | None = None,
     ) -> DraftTree:
         """See `Drafter.propose`."""
+        state.extended = False
         return self.drafter.propose(state.inner, settings, temperature, generator)
 
     def observe(self, state: RecorderState, outcome: Outcome) -> None:
@@ -107,7 +106,7 @@ class Recorder:
         accepted = len(outcome.accepted)
         if len(outcome.tree.tokens):
             self.steps, self.tokens = self.steps + 1, self.tokens + accepted + 1
-        if state.accepted and len(state.tokens[-1]) > accepted:  # the last round of a request extends nothing
+        if state.extended:
             state.accepted[-1] = accepted
         inner: Any = self.drafter
         if hasattr(inner, "observe"):

@@ -10,15 +10,26 @@ temperature 0 the text does not depend on it.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafters.base import Drafter, DraftSettings, DraftTree, Outcome
-from drafters.combine import check_several, envelope, inner_warnings, own_features, own_settings, union_taps, within
+from drafters.combine import (
+    Merged,
+    check_several,
+    envelope,
+    inner_warnings,
+    own_features,
+    own_settings,
+    union_taps,
+    within,
+)
+from drafters.errors import UserError
 from drafters.target import Features
 
 OFF = "off"
@@ -128,19 +139,20 @@ class Router:
     ):
         check_several(self.kind, drafters)
         self.drafters = dict(drafters)
-        self.settings = dict(settings or {})
+        self.default_settings: DraftSettings | None = None
+        self.use(settings or {})
         self.taps = union_taps(list(drafters.values()))
         self.meta: dict[str, Any] = {"warnings": inner_warnings(drafters)}
         self.override, self.patience = override, patience
         self.bandit = bandit or Bandit()
         self.counts: Counter[str] = Counter()
 
-    @property
-    def default_settings(self) -> DraftSettings | None:
-        """Room for what any of them drafts; None where one has no settings of its own."""
-        settings = [self._own(name) for name in self.drafters]
-        known = [s for s in settings if s is not None]
-        return envelope(known, max(s.nodes for s in known)) if len(known) == len(settings) else None
+    def use(self, settings: Mapping[str, DraftSettings]) -> None:
+        """Sets how much each drafts; `default_settings` has room for any, unless one has no settings of its own."""
+        self.settings = dict(settings)
+        known = [own for name in self.drafters if (own := self._own(name))]
+        whole = len(known) == len(self.drafters)
+        self.default_settings = envelope(known, max(s.nodes for s in known)) if whole else None
 
     def begin(self, capacity: int) -> RouterState:
         """See `Drafter.begin`."""
@@ -219,6 +231,24 @@ class Router:
 
     def _own(self, name: str) -> DraftSettings | None:
         return self.settings.get(name) or own_settings(self.drafters[name])
+
+
+def combined(kind: str, argument: str, make: Callable[[str], Drafter]) -> "Router | Merged":
+    """The drafter that `router:A+B` or `merged:A+B` names.
+
+    Args:
+        kind: "router" or "merged".
+        argument: "A+B", two or more.
+        make: makes the drafter that each of them names.
+
+    Raises:
+        UserError: fewer than two, or two of one name.
+    """
+    specs = argument.split("+") if argument else []
+    drafters = {Path(spec).name: make(spec) for spec in specs if spec}
+    if len(drafters) < max(2, len(specs)):
+        raise UserError(f"drafter {kind}:{argument}: write {kind}:A+B, two or more drafters that differ in name")
+    return Router(drafters) if kind == "router" else Merged(drafters)
 
 
 def _joined(parts: list[tuple[Tensor, Features]]) -> tuple[Tensor, Features]:

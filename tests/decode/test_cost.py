@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from decode.cost import OFF, Continuation, _follow, continuations, count_tau, tune
+from decode.cost import OFF, Continuation, _follow, continuations, count_tau, tune, tuned_settings
 from decode.engine import generate
 from decode.prompts import Prompt
 from drafters.base import DraftSettings, DraftTree
+from drafters.combine import Merged
+from drafters.router import Router
 from tests.tiny import make_target
 
 TEXTS = ("the quick brown fox", "one two three four", "how are you today")
@@ -59,3 +61,13 @@ def test_a_useless_drafter_is_turned_off(target, drafters, prompts):
     assert ranked[0].settings == OFF
     assert ranked[0].speedup == 1.0 > ranked[1].speedup
     assert isinstance(texts[0], Continuation)
+
+
+def test_parts_of_a_router_are_tuned_each_for_itself(target, drafters, capsys):
+    parts = {"eagle3": drafters["eagle3"], "medusa": drafters["medusa"]}
+    for drafter in (Router(parts), Merged(parts)):
+        chosen = tuned_settings(target, drafter, prompts=1)
+        assert set(drafter.settings) == set(parts)
+        assert chosen == drafter.default_settings
+        assert chosen.length >= max(s.length for s in drafter.settings.values())
+        assert capsys.readouterr().out.count("draft setting for") == 2

@@ -9,9 +9,9 @@ import torch
 
 from decode.engine import DraftSettings, generate
 from drafters.base import DraftTree, Outcome
-from drafters.combine import own_features
+from drafters.combine import Merged, own_features
 from drafters.errors import UserError
-from drafters.router import OFF, Bandit, Router
+from drafters.router import OFF, Bandit, Router, combined
 from drafters.target import Features
 from tests.scripted import Scripted, contrary, oracle, wavering
 
@@ -203,3 +203,17 @@ def test_it_is_as_fast_as_the_best_in_real_rounds(target, case):
     for _ in range(4):
         assert generate(target, router, prompt, max_new_tokens=60, eos_token_ids=()).tokens == answer
     assert router.counts["right"] > router.counts["wrong"]
+
+
+def test_by_name():
+    made = {}
+
+    def make(spec):
+        return made.setdefault(spec, scripted())
+
+    router = combined("router", "runs/a+suffix", make)
+    assert isinstance(router, Router) and router.drafters == {"a": made["runs/a"], "suffix": made["suffix"]}
+    assert isinstance(combined("merged", "a+b+c", make), Merged)
+    for wrong in ("", "a", "a+", "x/a+y/a"):
+        with pytest.raises(UserError, match=r"write router:A\+B"):
+            combined("router", wrong, make)

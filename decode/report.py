@@ -210,7 +210,8 @@ def _facts(facts: dict[str, Any]) -> str:
 
 def _drafters(report: dict[str, Any]) -> str:
     header = (
-        "drafter", "kind", "training samples", "training tokens", "tau in training", "expected tau", "tau here", "chosen",
+        "drafter", "kind", "training samples", "training tokens", "tau in training", "expected tau", "tau here",
+        "chosen",
     )  # fmt: skip
     arms = {arm["name"]: arm for arm in report["arms"]}
     keys = ("kind", "training_samples", "training_tokens", "tau_estimate", "expected_tau")

@@ -38,6 +38,7 @@ def describe_drafter(drafter: Any) -> dict[str, Any]:
         "tau_estimate": (meta.get("results") or {}).get("tau_estimate"),
         "survival_estimate": (meta.get("results") or {}).get("survival_estimate"),
         "trained_for": (meta.get("target") or {}).get("name"),
+        "choices": dict(getattr(drafter, "counts", None) or {}),  # a router's, over all rounds in this process
         "warnings": list(meta.get("warnings") or ()),  # `load_drafter` compares target fingerprints
     }
 

@@ -227,6 +227,8 @@ def identity(drafter: Any) -> str | None:
     if drafter is None:
         return None
     digest = hashlib.sha256(type(drafter).__qualname__.encode())
+    parts = getattr(drafter, "drafters", {})  # of a router or a merged drafter
+    digest.update(json.dumps({name: identity(part) for name, part in parts.items()}).encode())
     plain = {k: v for k, v in vars(drafter).items() if isinstance(v, int | float | str | tuple)}
     digest.update(json.dumps([plain, meta_of(drafter)], sort_keys=True, default=str).encode())
     if isinstance(drafter, torch.nn.Module):

@@ -179,8 +179,19 @@ def print_table(report: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(*(row[index] for index in shown))
     console.print(headline(report), markup=False, highlight=False)
     console.print(table)
+    for name, drafter in report["drafters"].items():
+        if chosen := choices(drafter):
+            console.print(f"{name} chose {chosen}", markup=False, highlight=False)
     for warning in report["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+
+
+def choices(drafter: dict[str, Any]) -> str:
+    """How often a router chose each of its drafters, in words; empty for other drafters."""
+    counts = drafter.get("choices") or {}
+    total = sum(counts.values())
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    return "; ".join(f"{name} {count} times ({count / total:.0%})" for name, count in ranked)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -198,13 +209,16 @@ def _facts(facts: dict[str, Any]) -> str:
 
 
 def _drafters(report: dict[str, Any]) -> str:
-    header = ("drafter", "kind", "training samples", "training tokens", "tau in training", "expected tau", "tau here")
+    header = (
+        "drafter", "kind", "training samples", "training tokens", "tau in training", "expected tau", "tau here",
+        "chosen",
+    )  # fmt: skip
     arms = {arm["name"]: arm for arm in report["arms"]}
     keys = ("kind", "training_samples", "training_tokens", "tau_estimate", "expected_tau")
     rows = []
     for name, drafter in report["drafters"].items():
         cells = ["" if drafter.get(k) is None else str(drafter[k]) for k in keys]
-        rows.append([name, *cells, f"{arms[name]['tau']:.2f}"])
+        rows.append([name, *cells, f"{arms[name]['tau']:.2f}", choices(drafter)])
     return _table(header, rows)
 
 

@@ -10,12 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import arms, caveats, engine, exactness
 from decode.arms import Run
-from decode.evaluate import evaluate
+from decode.evaluate import evaluate, identity
 from decode.prompts import Prompt
 from decode.sampling import SamplingParams
 from drafters.base import DraftSettings
 from drafters.build import build_eagle
 from drafters.errors import UserError
+from drafters.router import Router
 from drafters.target import wrap_target
 from tests.tiny import make_tokenizer
 
@@ -290,3 +291,16 @@ def test_the_real_engine_and_drafter(target, prompts):
         assert sum(part["share"] for part in a["cost_split"].values()) == pytest.approx(1)
     assert all("".join(t for t, _ in o["arms"]["plain"]) for o in report["outputs"])
     json.dumps(report, allow_nan=False)
+
+
+def test_a_router_s_choices_are_reported_and_its_parts_are_its_identity(target, prompts):
+    parts = {"a": build_eagle(target, None), "b": build_eagle(target, None, version=1)}
+    router = Router(parts)
+    before = identity(router)
+    report = run(target, {"router": router}, prompts, settings=DraftSettings(length=3), max_new_tokens=12)
+    assert report["arms"][1]["exact_match"]["verdict"] == "exact"
+    assert set(report["drafters"]["router"]["choices"]) == {"a", "b", "off"}
+    assert identity(router) == before  # what it measured does not make it another
+    with torch.no_grad():
+        next(parts["a"].parameters()).add_(1)
+    assert identity(router) != before

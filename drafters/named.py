@@ -63,7 +63,7 @@ def _model(argument: str, target: Target) -> Drafter:
     if not argument:
         raise UserError("drafter model: write model:NAME_OR_DIR, a smaller causal language model")
     dtype = str(target.dtype).removeprefix("torch.")
-    draft = load_target(argument, dtype, target.device, target.attention, pack=bool(target.packed))
+    draft = load_target(argument, dtype, target.device, target.attention, pack=target.is_packed)
     return DraftModel(draft, target) if same_tokenizer(draft, target) else TranslatedDraftModel(draft, target)
 
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from drafters.attention import headstart_attention
-from drafters.base import DraftSettings, DraftTree
+from drafters.base import DraftSettings, DraftTree, draw_draft
+from drafters.beam import dynamic_tree
 from drafters.target import Features, Target
 
 
@@ -240,10 +241,8 @@ class EagleDrafter(nn.Module):
         for j in range(settings.length):
             logits = self.logits(out[0, -1])  # (Vd,)
             if sampled:
-                q = torch.softmax(logits.float() / temperature, dim=-1)
-                noise = torch.empty_like(q).exponential_(generator=generator)
-                draft = (q / noise).argmax(-1, keepdim=True)
-                dists.append(self._scatter(q))
+                draft, q = draw_draft(logits[None], temperature, generator)
+                dists.append(self._scatter(q[0]))
             else:
                 draft = logits.argmax(-1, keepdim=True)
             tokens.append(self._to_target(draft))
@@ -254,38 +253,22 @@ class EagleDrafter(nn.Module):
         return DraftTree.chain(torch.cat(tokens), torch.stack(dists) if sampled else None)
 
     def _propose_tree(self, state: "EagleState", settings: DraftSettings) -> DraftTree:
-        """EAGLE-2's dynamic tree by cumulative log probability: expand the best `top_k` a level, keep `total`."""
-        device = self.fc.weight.device
-        width = min(settings.top_k, self.config.draft_vocab_size)
-        scores, tokens, parents = [], [], []  # per level: every candidate
-        beam_out, beam_score = state.out, torch.zeros(1, device=device)  # (1, w, H), (w,)
-        beam_index = torch.full((1,), -1, device=device)  # each beam's index among all candidates; -1 = the root
-        beam_seen = torch.zeros(1, 0, dtype=torch.bool, device=device)  # (w, draft rows so far): own branch
-        count, drafted = 0, 0
-        for level in range(settings.length):
-            logp = torch.log_softmax(self.logits(beam_out[0]).float(), dim=-1)  # (w, Vd)
-            best = logp.topk(width, dim=-1)
-            level_scores = (beam_score[:, None] + best.values).flatten()  # (w * width,)
-            level_tokens = self._to_target(best.indices.flatten())
-            scores.append(level_scores)
-            tokens.append(level_tokens)
-            parents.append(beam_index.repeat_interleave(width))
-            if level + 1 == settings.length:
-                break
-            kept = level_scores.topk(min(width, len(level_scores))).indices  # (w',)
-            w = len(kept)
-            origin = kept // width  # the beam each kept candidate grew from
-            beam_score, beam_index = level_scores[kept], count + kept
-            count += len(level_scores)
+        """EAGLE-2's dynamic tree; the beam's rows see what is committed and their own branch."""
+        out, drafted = state.out, 0  # (1, w, H), draft rows written so far
+        seen = torch.zeros(1, 0, dtype=torch.bool, device=out.device)  # (w, drafted): own branch
+
+        def advance(level: int, tokens: Tensor, origin: Tensor) -> Tensor:
+            nonlocal out, seen, drafted
+            w = len(tokens)
             # rows this level writes: visible to themselves and to their own descendants
-            seen = torch.cat([beam_seen[origin], torch.eye(w, dtype=torch.bool, device=device)], dim=1)
-            mask = torch.cat([torch.ones(w, state.length, dtype=torch.bool, device=device), seen], dim=1)[None, None]
-            positions = torch.full((1, w), state.length + level, device=device)
-            beam_out = self._cached(
-                state, level_tokens[kept][None], beam_out[:, origin], positions, mask, state.length + drafted
-            )
-            beam_seen, drafted = seen, drafted + w
-        return _best_subtree(torch.cat(scores), torch.cat(tokens), torch.cat(parents), settings.total)
+            seen = torch.cat([seen[origin], torch.eye(w, dtype=torch.bool, device=out.device)], dim=1)
+            mask = torch.cat([seen.new_ones(w, state.length), seen], dim=1)[None, None]
+            positions = torch.full((1, w), state.length + level, device=out.device)
+            out = self._cached(state, tokens[None], out[:, origin], positions, mask, state.length + drafted)
+            drafted += w
+            return self.logits(out[0])
+
+        return dynamic_tree(self.logits(out[0]), advance, self._to_target, settings)
 
     def _cached(
         self, state: "EagleState", tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, at: int
@@ -316,17 +299,6 @@ class EagleState:
     values: Tensor
     out: Tensor  # (1, 1, H), the last committed row's output: its logits are the first draft's
     length: int = 0
-
-
-def _best_subtree(scores: Tensor, tokens: Tensor, parents: Tensor, total: int) -> DraftTree:
-    """The `total` best candidates; a child never scores above its parent, so with ties broken by age it is a tree."""
-    order = torch.sort(scores, descending=True, stable=True).indices[
-        :total
-    ]  # stable: parents come before equal children
-    kept = order.sort().values  # ascending: parents precede children
-    index = torch.full((len(scores) + 1,), -1, device=scores.device)
-    index[kept] = torch.arange(len(kept), device=scores.device)
-    return DraftTree(tokens[kept], index[parents[kept]])  # parent -1 reads the last slot, which stays -1
 
 
 def _unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

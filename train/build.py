@@ -111,8 +111,10 @@ def _fresh(recipe: Recipe, target: Target, ids: Tensor | None) -> TrainedDrafter
     options = recipe.drafter
     torch.manual_seed(recipe.seed)  # the starting weights
     drafter: TrainedDrafter
-    if options.kind == "medusa":
-        drafter = build_medusa(target, ids, options.heads, options.layers, options.warm_head, options.zero_blocks)
+    if options.kind in ("medusa", "hydra"):
+        drafter = build_medusa(
+            target, ids, options.heads, options.layers, options.warm_head, options.zero_blocks, options.kind
+        )
     else:
         drafter = build_eagle(
             target,

@@ -153,7 +153,7 @@ def _accumulate(run: Run, rows: list[int]) -> tuple[Tensor, Tensor]:
     losses, hits = accelerator.reduce(losses), accelerator.reduce(hits)
     if not bool(torch.isfinite(losses).all()):  # after the reduction: every process has to stop
         bad = [j for j, x in enumerate(losses.tolist()) if not math.isfinite(x)]
-        part = "head" if run.drafter.kind == "medusa" else "step"
+        part = "head" if run.drafter.kind in ("medusa", "hydra") else "step"
         raise UserError(f"loss of {part} {bad} is not finite in optimizer step {run.step + 1}, rows {rows}; {REMEDY}")
     return losses, hits
 

@@ -244,8 +244,6 @@ class Objective(nn.Module):
         return {"loss": loss, "steps": parts, "hits": hits}
 
     def _outputs(self, ids: Tensor, features: Features) -> list[Tensor]:
-        if isinstance(self.drafter, MedusaDrafter):
-            return [self.drafter.trunk(k, features.final) for k in range(self.steps)]
         return self.drafter.unroll(ids, features, self.steps)
 
     def _head_input(self, hidden: Tensor) -> Tensor:

@@ -101,16 +101,17 @@ class SynthesisOptions:
 class DrafterOptions:
     """The drafter that is trained."""
 
-    kind: Literal["medusa", "eagle1", "eagle3"]
-    """`medusa`: independent heads. `eagle1` (also EAGLE-2): one layer on final states. `eagle3`: on tapped layers."""
+    kind: Literal["medusa", "hydra", "eagle1", "eagle3"]
+    """`medusa`: independent heads. `hydra`: heads that also read the drafts before their own. `eagle1` (also EAGLE-2):
+    one layer on final states. `eagle3`: on tapped layers."""
     init: str | None = None
     """Folder of a drafter to continue from; null starts from the target's own weights."""
     taps: tuple[CountOrZero, ...] | None = only_for("eagle3", default=None)
     """Tapped layers: k is the output after k blocks, 0 the embeddings; null computes them from the target's depth."""
-    heads: Count = only_for("medusa", default=4)
-    """Number of Medusa heads; head k = 0, 1, ... predicts k + 2 tokens ahead."""
-    layers: Count = only_for("medusa", default=1)
-    """Residual blocks in a Medusa head."""
+    heads: Count = only_for("medusa", "hydra", default=4)
+    """Number of heads; head k = 0, 1, ... predicts k + 2 tokens ahead."""
+    layers: Count = only_for("medusa", "hydra", default=1)
+    """Residual blocks in a head; Hydra's first one mixes the drafted tokens in."""
     draft_vocab: Annotated[int, Range(2)] | Annotated[float, Range(0, 1, open_low=True, open_high=True)] | None = 8192
     """Size of the draft vocabulary, or the share of trained-on tokens that it covers; null keeps the target's own."""
     intermediate_size: Count | None = only_for("eagle1", "eagle3", default=None)
@@ -123,8 +124,8 @@ class DrafterOptions:
     """Start the drafter's output head as the target's rows of the draft vocabulary."""
     warm_layer: bool = only_for("eagle1", "eagle3", default=True)
     """Start the EAGLE layer as the target's last one, where shapes allow."""
-    zero_blocks: bool = only_for("medusa", default=True)
-    """Start the residual blocks at zero, so that each Medusa head starts as the target's own head."""
+    zero_blocks: bool = only_for("medusa", "hydra", default=True)
+    """Start the residual blocks at zero, so that each head starts as the target's own head."""
     train_head: bool = True
     """Train the output head; false keeps it as it starts."""
 
@@ -134,12 +135,12 @@ class ObjectiveOptions:
     """What the drafter learns."""
 
     losses: dict[Loss, NotNegative] = by_kind(
-        medusa={"kl": 1.0}, eagle1={"smooth_l1": 1.0, "kl": 0.1}, eagle3={"kl": 1.0}
+        medusa={"kl": 1.0}, hydra={"kl": 1.0}, eagle1={"smooth_l1": 1.0, "kl": 0.1}, eagle3={"kl": 1.0}
     )
     """Weight of each loss: `ce` (the text's token), `kl` (the target's distribution), `smooth_l1` (the target's hidden
-    state; eagle1 only). null: kl for medusa and eagle3, smooth_l1 + 0.1 kl for eagle1."""
-    steps: Count = by_kind(medusa=1, eagle1=1, eagle3=3)
-    """Steps that EAGLE is unrolled on its own output. null: 3 for eagle3, 1 for eagle1; Medusa has none."""
+    state; eagle1 only). null: kl, and smooth_l1 + 0.1 kl for eagle1."""
+    steps: Count = by_kind(medusa=1, hydra=1, eagle1=1, eagle3=3)
+    """Steps that EAGLE is unrolled on its own output. null: 3 for eagle3, 1 for eagle1; heads have none."""
     decay: Annotated[float, Range(0, 1, open_low=True)] = 0.8
     """Weight of step (or head) k is `decay ** k`."""
     decay_reduction: Literal["sum", "mean"] = "mean"

@@ -10,6 +10,7 @@ Shapes: B rows, T positions, n depths, V vocabulary.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.build import TrainedDrafter
@@ -94,7 +95,7 @@ def validate(
         batch = rows.batch(picked, features.pad_id)
         ids, mask = batch["input_ids"].to(target.device), batch["loss_mask"].to(target.device)
         taught = features.get(picked, ids)
-        outs = [taught.final] * depths if isinstance(drafter, MedusaDrafter) else drafter.unroll(ids, taught, depths)
+        outs = drafter.unroll(ids, taught, depths)
         argmax = _argmax(target, taught.final, mask)  # (B, T): the target's choice for x[t], -1 where not supervised
         b, t = ((argmax[:, 2:] >= 0) & (argmax[:, 1:-1] == ids[:, 1:-1])).nonzero(
             as_tuple=True
@@ -136,7 +137,7 @@ def _rank(drafter: TrainedDrafter, hidden: Tensor, j: int, wanted: Tensor, chunk
     """Rank of the wanted token among the drafter's first choices, (W,); `TREE_RANKS` when it is not there."""
     parts = []
     for h, w in zip(hidden.split(chunk), wanted.split(chunk), strict=True):
-        logits = drafter.logits(j, h) if isinstance(drafter, MedusaDrafter) else drafter.logits(h)
+        logits = F.linear(h, drafter.head_weight(j)) if isinstance(drafter, MedusaDrafter) else drafter.logits(h)
         best = logits.topk(TREE_RANKS, dim=-1).indices  # (C, ranks)
         best = best if drafter.draft_ids is None else drafter.draft_ids[best]
         hit = best == w[:, None]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from drafters.base import DraftSettings
+from drafters.beam import best_subtree
 from drafters.build import build_eagle
-from drafters.eagle import _best_subtree
 from drafters.errors import UserError
 from drafters.target import Features
 from tests.tiny import make_target
@@ -165,7 +165,7 @@ def test_tied_scores_keep_parents():
     scores = torch.tensor([0.0, 0.0, 0.0, -9.0, 0.0, -9.0])
     tokens, parents = torch.arange(6), torch.tensor([-1, -1, 0, 0, 1, 1])
     for total in range(1, 7):
-        tree = _best_subtree(scores, tokens, parents, total)
+        tree = best_subtree(scores, tokens, parents, total)
         assert len(tree.tokens) == total and closed(tree)
         kept = tree.tokens.tolist()
         for token, parent in zip(kept, tree.parents.tolist(), strict=True):

@@ -49,7 +49,7 @@ def test_overrides_are_parsed_as_yaml(recipe_file):
     assert recipe.train.mixed_precision == "no" and recipe.data.source == "a=b.jsonl"
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle1", "eagle3"])
 def test_resolved_recipe_loads_equal(recipe_file, kind):
     recipe = load_recipe(recipe_file(MINIMAL), [f"drafter.kind={kind}", "train.lr=1e-5", "train.trackers=[]"])
     again = load_recipe(recipe_file(yaml.safe_dump(recipe.to_dict(), sort_keys=False)))

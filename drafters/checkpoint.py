@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from drafters.adapter import ADAPTER, read_adapter
 from drafters.base import DraftSettings
 from drafters.build import TrainedDrafter
 from drafters.eagle import EagleConfig, EagleDrafter
@@ -60,6 +61,10 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
         if drafter.kind == "eagle1" and drafter.draft_ids is not None:
             # servers know no draft vocabulary in this layout, and refuse tensors they do not know
             sidecar["draft_ids"] = drafter.draft_ids.tolist()
+        adapter = getattr(drafter, "adapter", None)
+        if adapter is not None:
+            adapter.save(temporary / ADAPTER)
+            sidecar["adapter"] = ADAPTER
         _write_json(temporary / META, sidecar)
         _prove(drafter, temporary, target)
         _replace(temporary, folder)
@@ -72,7 +77,7 @@ def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> Train
     """Rebuilds a drafter from its folder alone, ready to decode: on the target's device, in its dtype.
 
     Args:
-        folder: written by `save_drafter`.
+        folder: written by `save_drafter`. An adapter in it is read too, and applied by `drafters.adapter.adapted`.
         target: the model it will serve. Another fingerprint is a warning (on stderr, and in `meta["warnings"]`).
         pack: prepack its linear products if the target's are; not for training, which would go past them.
 
@@ -102,6 +107,11 @@ def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> Train
     if target.packed and pack:
         pack_linears(drafter)
     meta["warnings"] = _mismatches(meta.get("target"), target)
+    if isinstance(drafter, MedusaDrafter) and (meta.get("adapter") or (folder / ADAPTER).is_dir()):
+        drafter.adapter = read_adapter(folder / ADAPTER, target)
+        meta["adapter"] = drafter.adapter.digest()
+        if (meta.get("target") or {}).get("weights") != target.fingerprint["weights"]:
+            meta["warnings"].append("its adapter was trained on other weights than this target's; expect poor text")
     for line in meta["warnings"]:
         print(f"warning: {folder}: {line}", file=sys.stderr)
     return drafter.bind(target)
@@ -151,7 +161,8 @@ def expected_tensors(drafter: TrainedDrafter) -> Table:
 
 def _tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
     prefix = "heads." if isinstance(drafter, MedusaDrafter) else ""
-    tensors = {k.removeprefix(prefix): v.detach().float().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    state = {k: v for k, v in drafter.state_dict().items() if not k.startswith("adapter.")}
+    tensors = {k.removeprefix(prefix): v.detach().float().cpu().contiguous() for k, v in state.items()}
     ids = drafter.draft_ids
     if ids is not None and isinstance(drafter, MedusaDrafter):
         tensors["token_map"] = ids.cpu().long()
@@ -385,5 +396,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _replace(temporary: Path, folder: Path) -> None:
     """Puts the finished files in place one by one: a run folder also holds state and logs to keep."""
     folder.mkdir(exist_ok=True)
+    if (temporary / ADAPTER).is_dir():
+        shutil.rmtree(folder / ADAPTER, ignore_errors=True)
+        (temporary / ADAPTER).replace(folder / ADAPTER)
     for name in (WEIGHTS, CONFIG, META):
         (temporary / name).replace(folder / name)

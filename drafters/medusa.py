@@ -57,6 +57,7 @@ class MedusaDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.meta: dict[str, Any] = {}
+        self.adapter: Any = None  # Medusa-2's: a drafters.adapter.Adapter, in training a train.joint.Backbone
         self.default_settings: DraftSettings | None = None
         D = config.hidden_size
         # Each block of a head is its own: the reference repeats one block, which only one-layer checkpoints can't show.

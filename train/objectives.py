@@ -179,6 +179,9 @@ class Objective(nn.Module):
         options: the recipe's section.
     """
 
+    progress = 0.0
+    """Share of the run's steps that are done; only joint training has stages."""
+
     def __init__(self, drafter: TrainedDrafter, target: Target, options: ObjectiveOptions):
         super().__init__()
         self.drafter = drafter

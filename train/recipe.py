@@ -211,6 +211,30 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
+class BackboneOptions:
+    """Training the target too, through LoRA (Medusa-2). The drafter then belongs to the adapted target."""
+
+    r: CountOrZero = 0
+    """Rank of the adapter; 0 leaves the target as it is, and the other keys without effect."""
+    alpha: Count = 16
+    """The adapter is scaled by `alpha / r`."""
+    dropout: Annotated[float, Range(0, 1, open_high=True)] = 0.05
+    """Dropout of the adapter's input."""
+    modules: tuple[str, ...] | None = None
+    """Linear layers to adapt, by the end of their names, such as `[q_proj, v_proj]`; null: all but the head."""
+    heads_only: Annotated[float, Range(0, 1, open_high=True)] = 0.5
+    """Stage 1: this share of the steps trains the heads alone."""
+    head_lr_multiple: Positive = 4.0
+    """The heads learn at `train.lr`, the adapter at `train.lr` divided by this."""
+    loss: Literal["ce", "kl"] = "kl"
+    """What keeps the target: `ce` on the text's token, or `kl` from the original target's distribution."""
+    head_weight: Positive = 0.2
+    """Weight of the heads' loss beside it, in stage 2."""
+    head_warmup: Share = 0.5
+    """Share of stage 2 over which that weight rises from 0, along a sine."""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One run. Sections are the attributes; `load_recipe` is the way to make one from a file."""
 
@@ -221,6 +245,7 @@ class Recipe:
     data: DataOptions = DataOptions()
     synthesis: SynthesisOptions = SynthesisOptions()
     objective: ObjectiveOptions = ObjectiveOptions()
+    backbone: BackboneOptions = BackboneOptions()
     train: TrainOptions = TrainOptions()
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of everything random: synthesis, weights, order of rows."""
@@ -285,6 +310,21 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
             f"drafter.{item.name}={show(value)} has no effect on {kind}; only on {' and '.join(kinds)}; remove it",
             f"drafter.{item.name}",
             "drafter.kind",
+        )
+    backbone = recipe.backbone
+    refuse(
+        backbone.r > 0 and kind not in ("medusa", "hydra"),
+        f"backbone.r={backbone.r} trains the target with the heads of medusa or hydra, not with {kind}; remove it",
+        "backbone.r",
+        "drafter.kind",
+    )
+    for item in fields(backbone):
+        value = getattr(backbone, item.name)
+        refuse(
+            backbone.r == 0 and value != item.default,
+            f"backbone.{item.name}={show(value)} has no effect without backbone.r above 0; set it, or remove this",
+            f"backbone.{item.name}",
+            "backbone.r",
         )
     refuse(not recipe.output.strip(), "output is empty; name the run's folder", "output")
     taps = drafter.taps

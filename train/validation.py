@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.adapter import adapted
 from drafters.build import TrainedDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.target import Target
 from train.data import EncodedData
-from train.features import FeatureStore
+from train.features import FeatureStore, target_features
 from train.recipe import Recipe
 
 TREE_RANKS = 4
@@ -121,6 +122,26 @@ def validate(
     tree_conditional = (counts[2] / tree_at_risk.clamp(min=1)).tolist()
     hits = (ranks / ranks.sum(1, keepdim=True).clamp(min=1))[:, :TREE_RANKS].tolist()
     return Estimate(conditional, tree_conditional, hits)
+
+
+@torch.no_grad()
+def target_kl(drafter: TrainedDrafter, target: Target, rows: EncodedData, micro_batch: int, chunk: int = 256) -> float:
+    """How far the adapter moves the target: mean KL(original || adapted) over held-out supervised tokens, in nats."""
+    total, count = 0.0, 0
+    for start in range(0, len(rows), micro_batch):
+        picked = list(range(start, min(start + micro_batch, len(rows))))
+        batch = rows.batch(picked, target.tokenizer.pad_token_id or 0)
+        ids = batch["input_ids"].to(target.device)
+        where = batch["loss_mask"].to(target.device).nonzero()
+        b, s = where[where[:, 1] >= 1].unbind(1)
+        before = target_features(target, ids, ()).final[b, s - 1]  # (P, D): what predicts x[s]
+        with adapted(drafter):
+            after = target_features(target, ids, ()).final[b, s - 1]
+        for p, q in zip(before.split(chunk), after.split(chunk), strict=True):
+            log_p, log_q = (target.head(x).float().log_softmax(-1) for x in (p, q))
+            total += float((log_p.exp() * (log_p - log_q)).sum())
+        count += len(b)
+    return total / max(1, count)
 
 
 def _argmax(target: Target, final: Tensor, mask: Tensor, chunk: int = 512) -> Tensor:

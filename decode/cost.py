@@ -19,6 +19,7 @@ from torch import Tensor
 from decode.engine import generate
 from decode.prompts import Prompt, load_prompts
 from decode.tree import walk
+from drafters.adapter import adapted
 from drafters.base import Drafter, DraftSettings
 from drafters.combine import Merged
 from drafters.router import Router
@@ -159,8 +160,9 @@ def tuned_settings(target: Target, drafter: Drafter, prompts: int = 3) -> DraftS
     if hasattr(drafter, "observe") and drafter.default_settings:
         print(f"draft setting for {drafter.kind}: {drafter.default_settings.describe()}, its own default")
         return drafter.default_settings
-    texts = continuations(target, load_prompts("calibration", limit=prompts), drafter.taps)
-    best = tune(target, drafter, texts)[0]
+    with adapted(drafter):
+        texts = continuations(target, load_prompts("calibration", limit=prompts), drafter.taps)
+        best = tune(target, drafter, texts)[0]
     print(
         f"draft setting for {drafter.kind}: {best.settings.describe()}; "
         f"expected {best.tau:.2f} tokens a step, {best.speedup:.2f}x plain"

@@ -37,6 +37,13 @@ class DraftTree:
         return DraftTree(tokens, torch.arange(-1, len(tokens) - 1, device=tokens.device), q)
 
 
+def draw_draft(logits: Tensor, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """One draft a row from the drafter's own distribution: (N, Vd) logits -> (N,) draft ids, and that q, (N, Vd)."""
+    q = torch.softmax(logits.float() / temperature, dim=-1)
+    noise = torch.empty_like(q).exponential_(generator=generator)
+    return (q / noise).argmax(-1), q
+
+
 @dataclass(frozen=True)
 class DraftSettings:
     """How much a drafter proposes each round."""

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from drafters import lockstep
 from drafters.attention import headstart_attention
-from drafters.base import DraftSettings, DraftTree
+from drafters.base import DraftSettings, DraftTree, draw_draft
 from drafters.beam import grow_tree
 from drafters.target import Features, Target
 
@@ -242,10 +242,8 @@ class EagleDrafter(nn.Module):
         for j in range(settings.length):
             logits = self.logits(out[0, -1])  # (Vd,)
             if sampled:
-                q = torch.softmax(logits.float() / temperature, dim=-1)
-                noise = torch.empty_like(q).exponential_(generator=generator)
-                draft = (q / noise).argmax(-1, keepdim=True)
-                dists.append(self.scatter(q))
+                draft, q = draw_draft(logits[None], temperature, generator)
+                dists.append(self.scatter(q[0]))
             else:
                 draft = logits.argmax(-1, keepdim=True)
             tokens.append(self.to_target(draft))

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.cost import tuned_settings
 from decode.engine import DraftSettings, Generation, generate
 from decode.sampling import SamplingParams
+from drafters.adapter import adapted
 from drafters.base import Drafter
 from drafters.errors import UserError, cli
 from drafters.named import make_drafter
@@ -200,10 +201,13 @@ def main() -> None:
     drafter = make_drafter(args.drafter, target) if args.drafter else None
     if drafter is not None and args.settings is None:
         args.settings = tuned_settings(target, drafter, prompts=2)
-    if args.prompt is not None:
-        answer(console, target, drafter, [{"role": "user", "content": args.prompt}], args)
-    else:
-        converse(console, target, drafter, args)
+    if getattr(drafter, "adapter", None) is not None:
+        print("this drafter was trained with an adapter on the target: you talk to the adapted target")
+    with adapted(drafter):
+        if args.prompt is not None:
+            answer(console, target, drafter, [{"role": "user", "content": args.prompt}], args)
+        else:
+            converse(console, target, drafter, args)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_plain_decoding_is_what_hf_generates(target, cases):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["medusa", "eagle1", "eagle3", *UNTRAINED, *SCRIPTS])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle1", "eagle3", *UNTRAINED, *SCRIPTS])
 def test_greedy_output_does_not_depend_on_the_drafter(target, drafters, cases, name, kind):
     rounds = []
     for prompt, answer in cases:

@@ -140,6 +140,19 @@ def test_missing_file_and_folder(tmp_path):
     assert "cannot read recipe" in message(tmp_path)
 
 
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_of_the_repository(path):
+    recipe, text = load_recipe(path), path.read_text()
+    assert recipe.output == f"runs/{path.stem}"
+    header = text[: text.index("output:")]
+    assert f"accelerate launch -m train recipes/{path.name}" in header and "easured" in header
+    others = [other for other in map(load_recipe, RECIPES) if other.synthesis.folder == recipe.synthesis.folder]
+    assert all(other.synthesis == recipe.synthesis and other.target == recipe.target for other in others)
+
+
 def test_every_field_has_its_reference():
     import ast
     import inspect

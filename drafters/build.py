@@ -78,7 +78,9 @@ def build_eagle(
     llama = _llama_config(target, intermediate_size, num_heads, num_kv_heads)
     taps = target.check_taps(tuple(taps) if taps is not None else target.default_taps()) if version == 3 else ()
     Vd = target.vocab_size if draft_ids is None else len(draft_ids)
-    drafter = EagleDrafter(EagleConfig(version, llama, target.hidden_size, Vd, taps, tuple(norms)), draft_ids)
+    drafter = EagleDrafter(
+        EagleConfig(version, llama, target.hidden_size, Vd, taps, **dict.fromkeys(norms, True)), draft_ids
+    )
     with torch.no_grad():
         for weight in drafter.parameters():
             if weight.dim() == 2:  # the rest are norms, which start at one

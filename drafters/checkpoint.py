@@ -140,9 +140,9 @@ def expected_tensors(drafter: TrainedDrafter) -> Table:
                 "norm.weight": (H,),
                 "lm_head.weight": (e.draft_vocab_size, H),
             }
-            if "norm_before_fc" in e.norms:
+            if e.norm_before_fc:
                 table["input_norm.weight"] = (len(e.taps) * e.target_hidden_size,)
-            if "fc_norm" in e.norms:
+            if e.fc_norm:
                 table |= {f"fc_norm.{i}.weight": (e.target_hidden_size,) for i in range(len(e.taps))}
             if e.draft_vocab_size != c.vocab_size:
                 extra = {"d2t": ((e.draft_vocab_size,), torch.int64), "t2d": ((c.vocab_size,), torch.bool)}
@@ -252,8 +252,8 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
         size = llama.vocab_size if draft_ids is None else len(draft_ids)
         taps = tuple(int(k) for k in config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
-        norms = _norms(config) if kind == "eagle3" else ()
-        return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, norms), draft_ids)
+        norms = dict.fromkeys(_norms(config) if kind == "eagle3" else (), True)
+        return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, **norms), draft_ids)
     except StrictDataclassError as error:
         raise UserError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

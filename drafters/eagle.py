@@ -38,7 +38,15 @@ class EagleConfig:
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...] = ()
-    norms: tuple[str, ...] = ()  # of NORMS
+    norm_before_fc: bool = False  # over all taps at once
+    fc_norm: bool = False  # over each tap
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Those of `NORMS` that it has."""
+        return tuple(name for name in NORMS if getattr(self, name))
 
 
 class Rotary(LlamaRotaryEmbedding):
@@ -99,9 +107,9 @@ class EagleDrafter(nn.Module):
         layer = EagleLayer(llama, config.version)
         if config.version == 3:
             D, eps = config.target_hidden_size, llama.rms_norm_eps
-            if "norm_before_fc" in config.norms:
-                self.input_norm = nn.RMSNorm(len(config.taps) * D, eps)  # over all taps at once
-            if "fc_norm" in config.norms:
+            if config.norm_before_fc:
+                self.input_norm = nn.RMSNorm(len(config.taps) * D, eps)
+            if config.fc_norm:
                 self.fc_norm = nn.ModuleList(nn.RMSNorm(D, eps) for _ in config.taps)
             self.fc = nn.Linear(len(config.taps) * D, H, bias=False)
             self.midlayer = layer
@@ -141,9 +149,9 @@ class EagleDrafter(nn.Module):
             return features.final.to(dtype)
         assert features.taps is not None
         taps = features.taps.to(dtype)  # (B, T, A * D)
-        if "norm_before_fc" in self.config.norms:
+        if self.config.norm_before_fc:
             taps = self.input_norm(taps)
-        if "fc_norm" in self.config.norms:
+        if self.config.fc_norm:
             each = taps.chunk(len(self.fc_norm), dim=-1)
             taps = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, each, strict=True)], dim=-1)
         return self.fc(taps)
@@ -155,7 +163,7 @@ class EagleDrafter(nn.Module):
 
     def normed(self, out: Tensor) -> Tensor:
         """An output of `outputs` as the head reads it."""
-        return out if self.config.version == 1 or "norm_output" in self.config.norms else self.norm(out)
+        return out if self.config.version == 1 or self.config.norm_output else self.norm(out)
 
     def logits(self, out: Tensor) -> Tensor:
         """(..., H) -> (..., Vd): row t of step j predicts x[t+2+j]."""
@@ -169,7 +177,7 @@ class EagleDrafter(nn.Module):
         layer, attention = self.layer, self.layer.self_attn
         if self.config.version == 3:
             normed = layer.hidden_norm(hidden)
-            residual = normed if "norm_before_residual" in self.config.norms else hidden
+            residual = normed if self.config.norm_before_residual else hidden
             x = torch.cat([layer.input_layernorm(embeds), normed], dim=-1)  # (B, T, 2H)
         else:
             residual = x = self.fc(torch.cat([embeds, hidden], dim=-1))
@@ -190,7 +198,7 @@ class EagleDrafter(nn.Module):
         layer = self.layer
         hidden = residual + layer.self_attn.o_proj(attended)
         out = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return self.norm(out) if "norm_output" in self.config.norms else out
+        return self.norm(out) if self.config.norm_output else out
 
     def unroll(self, ids: Tensor, features: Features, steps: int, detach: bool = False) -> list[Tensor]:
         """Training-time test: `steps` teacher-forced draft steps on every row at once.

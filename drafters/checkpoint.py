@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from drafters.adapter import ADAPTER, read_adapter
 from drafters.base import DraftSettings
 from drafters.build import TrainedDrafter
-from drafters.eagle import EagleConfig, EagleDrafter
+from drafters.eagle import NORMS, EagleConfig, EagleDrafter
 from drafters.errors import UserError
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
@@ -154,6 +154,10 @@ def expected_tensors(drafter: TrainedDrafter) -> Table:
                 "norm.weight": (H,),
                 "lm_head.weight": (e.draft_vocab_size, H),
             }
+            if e.norm_before_fc:
+                table["input_norm.weight"] = (len(e.taps) * e.target_hidden_size,)
+            if e.fc_norm:
+                table |= {f"fc_norm.{i}.weight": (e.target_hidden_size,) for i in range(len(e.taps))}
             if e.draft_vocab_size != c.vocab_size:
                 extra = {"d2t": ((e.draft_vocab_size,), torch.int64), "t2d": ((c.vocab_size,), torch.bool)}
     return {name: (shape, torch.float32) for name, shape in table.items()} | extra
@@ -216,15 +220,18 @@ def _config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
     }
     if e.version == 1:
         return config | {"bias": False}
+    nested = {"norm_before_fc": "norm_before_fc", "norm_output": "return_hidden_post_norm"}  # TensorRT-LLM's places
     return config | {
         "draft_vocab_size": e.draft_vocab_size,
-        "norm_before_residual": False,
+        "norm_before_residual": False,  # always there: readers' defaults differ
         "norm_before_fc": False,
+        **{name: True for name in e.norms},
         "num_aux_hidden_states": len(e.taps),
         "eagle_aux_hidden_state_layer_ids": list(e.taps),  # vLLM, llama.cpp: index into hidden_states
         "eagle_config": {  # SGLang: id of the layer whose output it is
             "eagle_aux_hidden_state_layer_ids": [k - 1 for k in e.taps],
             "use_aux_hidden_state": True,
+            **{nested[name]: True for name in e.norms if name in nested},
         },
     }
 
@@ -260,11 +267,24 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
         size = llama.vocab_size if draft_ids is None else len(draft_ids)
         taps = tuple(int(k) for k in config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
-        return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps), draft_ids)
+        norms = dict.fromkeys(_norms(config) if kind == "eagle3" else (), True)
+        return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, **norms), draft_ids)
     except StrictDataclassError as error:
         raise UserError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{folder / CONFIG}: key {error} is missing or of the wrong kind") from error
+
+
+def _norms(config: dict[str, Any]) -> tuple[str, ...]:
+    """The further norms of an EAGLE-3 config, by any of the keys that published checkpoints say them with."""
+    nested = config.get("eagle_config")
+    nested = nested if isinstance(nested, dict) else {}
+    also = {
+        "norm_before_fc": nested.get("norm_before_fc"),
+        "fc_norm": config.get("use_aux_norm"),  # SGLang's older name
+        "norm_output": nested.get("return_hidden_post_norm"),  # TensorRT-LLM's name
+    }
+    return tuple(name for name in NORMS if config.get(name) or also.get(name))
 
 
 def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], target: Target) -> Tensor | None:

@@ -34,6 +34,7 @@ class EagleConfig:
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...] = ()
+    fc_bias: bool = False  # EAGLE-1: some published ones have it; vLLM drops it, so none is trained here
 
 
 class Rotary(LlamaRotaryEmbedding):
@@ -98,7 +99,7 @@ class EagleDrafter(nn.Module):
             self.norm = nn.RMSNorm(H, llama.rms_norm_eps)
             self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
         else:
-            self.fc = nn.Linear(2 * H, H, bias=False)
+            self.fc = nn.Linear(2 * H, H, bias=config.fc_bias)
             self.layers = nn.ModuleList([layer])
         self.rotary = Rotary(llama)
         self.register_buffer("draft_ids", draft_ids, persistent=False)

@@ -26,7 +26,7 @@ from drafters.errors import UserError
 from drafters.files import CONFIG, META, WEIGHTS, read_folder, read_json, read_weights, write_json
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.packing import pack_linears
-from drafters.readers import EAGLE_FLAGS, read_checkpoint
+from drafters.readers import EAGLE_FLAGS, TAPS, Checkpoint, read_checkpoint
 from drafters.target import Features, Target
 from drafters.vocab import from_offsets, to_offsets
 
@@ -86,7 +86,7 @@ def load_drafter(
     _check_sizes(folder, config, meta, target)
     kind = _kind(folder, config)
     _check_flags(folder, config)
-    draft_ids = _draft_ids(kind, weights, meta, target)
+    draft_ids = _draft_ids(kind, weights, meta, target.vocab_size)
     drafter = _skeleton(kind, config, draft_ids, folder)
     _compare(weights, expected_tensors(drafter), folder)
     if kind == "eagle3":
@@ -150,6 +150,18 @@ def expected_tensors(drafter: TrainedDrafter) -> Table:
             if e.draft_vocab_size != c.vocab_size:
                 extra = {"d2t": ((e.draft_vocab_size,), torch.int64), "t2d": ((c.vocab_size,), torch.bool)}
     return {name: (shape, torch.float32) for name, shape in table.items()} | extra
+
+
+def table_of(found: Checkpoint, folder: Path) -> Table:
+    """`expected_tensors` of a folder that no target is at hand for; raises `UserError` like `load_drafter`."""
+    config = dict(found.config)
+    if config.get(TAPS, 0) is None:  # left to the target; their number shows in fc
+        config[TAPS] = list(range(found.weights["fc.weight"].shape[1] // config["hidden_size"]))
+    kind = _kind(folder, config)
+    _check_flags(folder, config)
+    ids = _draft_ids(kind, found.weights, found.meta, config.get("vocab_size") or 0)
+    with torch.device("meta"):
+        return expected_tensors(_skeleton(kind, config, ids, folder))
 
 
 def native_tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
@@ -261,11 +273,11 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         raise UserError(f"{folder / CONFIG}: key {error} is missing or of the wrong kind") from error
 
 
-def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], target: Target) -> Tensor | None:
+def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], vocab_size: int) -> Tensor | None:
     if kind == "eagle3":
         if "d2t" not in weights:
             return None
-        ids = from_offsets(weights["d2t"], target.vocab_size)
+        ids = from_offsets(weights["d2t"], vocab_size)
         listed = weights["t2d"].nonzero()[:, 0] if "t2d" in weights else ids
         if not torch.equal(ids, listed):  # an absolute map may still ascend within the vocabulary
             raise UserError(
@@ -276,7 +288,7 @@ def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], targ
         mapped = weights["token_map"].long() if "token_map" in weights else None
     else:
         mapped = torch.tensor(meta["draft_ids"]) if meta.get("draft_ids") else None
-    return None if mapped is None else from_offsets(to_offsets(mapped), target.vocab_size)
+    return None if mapped is None else from_offsets(to_offsets(mapped), vocab_size)
 
 
 def _module_name(kind: str, name: str) -> str:
@@ -337,7 +349,7 @@ def _prove(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
     config, meta = read_json(folder / CONFIG), read_json(folder / META)
     weights = read_weights(folder / WEIGHTS)
     kind = _kind(folder, config)
-    rebuilt = _skeleton(kind, config, _draft_ids(kind, weights, meta, target), folder)
+    rebuilt = _skeleton(kind, config, _draft_ids(kind, weights, meta, target.vocab_size), folder)
     state = {_module_name(kind, n): w for n, w in weights.items() if n not in ("d2t", "t2d", "token_map")}
     rebuilt.load_state_dict(state, strict=True)
     rebuilt.to(target.device).bind(target)

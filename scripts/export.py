@@ -1,7 +1,7 @@
 """Write a trained drafter in the layout that a server loads, and check it from its files.
 
-    python scripts/export.py runs/smollm2-eagle3 --to vllm --out runs/exports/vllm
-    python scripts/export.py runs/smollm2-eagle3 --to hub --report runs/eval --out runs/exports/hub
+python scripts/export.py runs/smollm2-eagle3 --to vllm --out runs/exports/vllm
+python scripts/export.py runs/smollm2-eagle3 --to hub --report runs/eval --out runs/exports/hub
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
     name = args.target or (found.meta.get("target") or {}).get("name") or found.meta.get("made_for")
     if not name:
         raise UserError(f"{args.run} does not say which target it is for; name it with --target")
-    target = load_target(name, "float32")
+    target = load_target(name, "float32", pack=False)
     if args.to == "hub":
         out = save_pretrained(args.run, args.out, target, measured(args.run, args.report))
         print(f"wrote {out} with its model card")
@@ -54,7 +54,9 @@ def main() -> None:
     if (Path(out) / HOT_TOKENS).exists():
         print(f"SGLang drafts from the trained vocabulary with --speculative-token-map {out / HOT_TOKENS}")
     try:
-        print(launch(args.to, found.kind, name, out, 3, tuple(found.config.get("eagle_aux_hidden_state_layer_ids") or ())))
+        print(
+            launch(args.to, found.kind, name, out, 3, tuple(found.config.get("eagle_aux_hidden_state_layer_ids") or ()))
+        )
     except UserError:
         pass  # a converter's input, not a server's
     if name == "smollm2-135m":

@@ -54,9 +54,10 @@ def plan(
         One row each: concurrency, length (0: off), tau and speedup expected, and break_even, the tau below which that
         length loses; length None where the step was not measured that wide.
     """
-    table = []
+    table: list[dict[str, Any]] = []
     for b in concurrency:
-        base, options = cost_at(costs, b), []
+        base = cost_at(costs, b)
+        options: list[dict[str, Any]] = []
         for k in range(1, min(len(survival), len(draft)) + 1):
             wide = cost_at(costs, b * (k + 1))
             if base and wide:

@@ -5,13 +5,14 @@ python scripts/export.py runs/smollm2-eagle3 --to hub --report runs/eval --out r
 """
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from drafters.card import measured, publish, save_pretrained
 from drafters.errors import UserError, cli
 from drafters.export import DTYPES, HOT_TOKENS, export, fresh_folder
 from drafters.files import read_folder
-from drafters.readers import read_checkpoint
+from drafters.readers import TAPS, read_checkpoint
 from drafters.servers import SUPPORT, check_pair, launch
 from drafters.target import load_target
 
@@ -53,12 +54,8 @@ def main() -> None:
     print(f"wrote {out} ({files}); names, shapes, origin, vocabulary and logits checked from the files")
     if (Path(out) / HOT_TOKENS).exists():
         print(f"SGLang drafts from the trained vocabulary with --speculative-token-map {out / HOT_TOKENS}")
-    try:
-        print(
-            launch(args.to, found.kind, name, out, 3, tuple(found.config.get("eagle_aux_hidden_state_layer_ids") or ()))
-        )
-    except UserError:
-        pass  # a converter's input, not a server's
+    with contextlib.suppress(UserError):  # a converter's input has no launch line
+        print(launch(args.to, found.kind, name, out, 3, tuple(found.config.get(TAPS) or ())))
     if name == "smollm2-135m":
         print("(servers want the target as a hub id or a folder; this alias is ours)")
 

@@ -24,7 +24,7 @@ from drafters.medusa import MedusaDrafter
 from drafters.readers import TAPS
 from drafters.rebuild import rebuilt_logits
 from drafters.servers import NAMES, check_pair, findings
-from drafters.target import Features, Target
+from drafters.target import Features, Target, resolve_path
 from drafters.vocab import from_offsets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -91,8 +91,10 @@ def _write(drafter: TrainedDrafter, server: str, folder: Path, target: Target, d
             tensors.setdefault("fc.bias", torch.zeros(config["hidden_size"], dtype=DTYPES[dtype]))
         if server == "speculators":  # its own files carry the embedding
             tensors["embed_tokens.weight"] = target.embedding.detach().to("cpu", DTYPES[dtype], copy=True)
-    elif server == "vllm":
-        config["architectures"] = ["MedusaModel"]
+    else:
+        config["base_model_name_or_path"] = resolve_path(target.name)  # TGI loads the target from here
+        if server == "vllm":
+            config["architectures"] = ["MedusaModel"]
     name = weight_file(server, drafter.kind)
     tensors = {n: w.contiguous() for n, w in tensors.items()}
     if name.endswith(".pt"):
@@ -159,7 +161,10 @@ def _speculators_config(config: dict[str, Any], target: Target) -> dict[str, Any
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures or []},
+            "verifier": {
+                "name_or_path": resolve_path(target.name),
+                "architectures": target.model.config.architectures or [],
+            },
         },
     }
 

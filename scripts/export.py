@@ -14,7 +14,7 @@ from drafters.export import DTYPES, HOT_TOKENS, export, fresh_folder
 from drafters.files import read_folder
 from drafters.readers import TAPS, read_checkpoint
 from drafters.servers import SUPPORT, check_pair, launch
-from drafters.target import load_target
+from drafters.target import load_target, resolve_path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,9 +55,7 @@ def main() -> None:
     if (Path(out) / HOT_TOKENS).exists():
         print(f"SGLang drafts from the trained vocabulary with --speculative-token-map {out / HOT_TOKENS}")
     with contextlib.suppress(UserError):  # a converter's input has no launch line
-        print(launch(args.to, found.kind, name, out, 3, tuple(found.config.get(TAPS) or ())))
-    if name == "smollm2-135m":
-        print("(servers want the target as a hub id or a folder; this alias is ours)")
+        print(launch(args.to, found.kind, resolve_path(name), out, 3, tuple(found.config.get(TAPS) or ())))
 
 
 if __name__ == "__main__":

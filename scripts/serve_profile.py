@@ -22,7 +22,7 @@ from drafters.errors import UserError, cli
 from drafters.files import read_json
 from drafters.provenance import revision
 from drafters.servers import NAMES, SUPPORT, launch
-from drafters.target import Target, load_target
+from drafters.target import Target, load_target, resolve_path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +53,7 @@ def main() -> None:
     profile["plan"], profile["why_no_plan"] = lengths(drafter.kind, results, bench)
     profile["rollout"] = rollout(profile["plan"], (results or {"arm": {}})["arm"].get("acceptance_by_context") or {})
     length = profile["rollout"]["length"]
-    profile["launch"] = launch_lines(drafter.kind, name, Path(args.exports), length or 3, drafter.taps)
+    profile["launch"] = launch_lines(drafter.kind, resolve_path(name), Path(args.exports), length or 3, drafter.taps)
     profile["compatibility"] = compatibility(drafter, target)
     if args.json:
         Path(args.json).write_text(json.dumps(profile, indent=2) + "\n")
@@ -103,7 +103,7 @@ def compatibility(drafter: Any, target: Target) -> list[dict[str, Any]]:
         same = None if key not in stored else stored[key] == now[key]
         detail = now[key] if same else f"drafter {stored.get(key, 'not recorded')}, target {now[key]}"
         out.append({"item": key, "ok": same, "detail": detail})
-    stops = {int(i): target.tokenizer.convert_ids_to_tokens(int(i)) for i in target.eos_token_ids}
+    stops = {int(i): str(target.tokenizer.convert_ids_to_tokens(int(i))) for i in target.eos_token_ids}
     ids: Tensor | None = drafter.draft_ids
     lost = [] if ids is None else [t for i, t in stops.items() if not bool(torch.isin(torch.tensor(i), ids.cpu()))]
     detail = ", ".join(f"{t} ({i})" for i, t in stops.items()) + (f"; never drafted: {', '.join(lost)}" if lost else "")
@@ -111,10 +111,8 @@ def compatibility(drafter: Any, target: Target) -> list[dict[str, Any]]:
     special = dict(sorted(target.tokenizer.special_tokens_map.items()))
     outside = [t for t in target.tokenizer.all_special_ids if t >= target.vocab_size]
     out.append({"item": "special tokens", "ok": not outside, "detail": json.dumps(special, default=str)})
-    recorded = target.model.config.to_dict().get("_commit_hash") or getattr(target.model.config, "_commit_hash", None)
-    detail = (
-        f"target {recorded or 'unknown (a local folder)'}, drafter made with headstart {drafter.meta.get('headstart')}"
-    )
+    recorded = getattr(target.model.config, "_commit_hash", None) or "unknown (a local folder)"
+    detail = f"target {recorded}, drafter made with headstart {drafter.meta.get('headstart')}"
     out.append({"item": "revisions", "ok": None, "detail": f"{detail}, this checkout {revision()}"})
     return out
 
@@ -133,15 +131,16 @@ def text(profile: dict[str, Any], results: Any, bench: Any) -> list[str]:
             continue
         what = f"chain of {row['length']}" if row["length"] else f"off (best: chain of {row['tried']})"
         lines.append(
-            f"  {row['concurrency']:>3} requests: {what}; {row['speedup']:.2f}x expected at {row['tau']:.2f} tokens a step, "
-            f"break-even {row['break_even']:.2f}"
+            f"  {row['concurrency']:>3} requests: {what}; {row['speedup']:.2f}x expected at {row['tau']:.2f} tokens "
+            f"a step, break-even {row['break_even']:.2f}"
         )
     if profile["plan"]:
-        env = results["environment"]
-        lines.append(
-            f"  from survival {', '.join(f'{s:.2f}' for s in results['arm']['survival'])} on {results['prompts']['count']} "
-            f"prompts and v(n) on {bench['environment'].get('cpu')}, {env['dtype']}; a model, not a measurement of a server"
-        )
+        survival = ", ".join(f"{share:.2f}" for share in results["arm"]["survival"])
+        lines += [
+            f"  from survival {survival} on {results['prompts']['count']} prompts, and v(n) on "
+            f"{bench['environment'].get('cpu')} in {results['environment']['dtype']}",
+            "  a model, not a measurement of a server: rows of many requests are taken to cost what rows of one cost",
+        ]
     lines += ["", "Rollout", *_rollout_text(profile), "", "Compatibility"]
     marks = {True: "ok", False: "DIFFERS", None: "-"}
     return lines + [f"  {marks[i['ok']]:>7}  {i['item']}: {i['detail']}" for i in profile["compatibility"]]
@@ -154,8 +153,9 @@ def _rollout_text(profile: dict[str, Any]) -> list[str]:
     if r["max_concurrency"] is None:
         return ["  keep the baseline: no concurrency here gains 5 % by these figures"]
     k, tau = r["length"], r["switch_off_tau"]
+    stages = ", then ".join(f"{share:.0%}" for share in r["stages"])
     return [
-        f"  baseline beside speculative, same target and prompts; share {', then '.join(f'{s:.0%}' for s in r['stages'])}",
+        f"  baseline beside speculative on the same target; share of traffic {stages}",
         f"  limit the speculative server to {r['max_concurrency']} requests at once; chain of {k}",
         f"  acceptance was measured at contexts of {', '.join(r['contexts'])} tokens, nowhere else",
         f"  switch off below {tau:.2f} tokens a step. In vLLM's metrics: 1 + {k} x accepted_tokens / draft_tokens "

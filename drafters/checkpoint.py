@@ -265,8 +265,9 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
         size = llama.vocab_size if draft_ids is None else len(draft_ids)
         taps = tuple(int(k) for k in config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
-        biased = config.get("bias") is True
-        return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, biased), draft_ids)
+        bias = kind == "eagle1" and config.get("bias") is True
+        eagle = EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, fc_bias=bias)
+        return EagleDrafter(eagle, draft_ids)
     except StrictDataclassError as error:
         raise UserError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

@@ -21,7 +21,7 @@ from drafters.eagle import EagleDrafter
 from drafters.errors import UserError
 from drafters.files import CONFIG, META, WEIGHTS, RawFolder, read_json, read_weights, write_json
 from drafters.medusa import MedusaDrafter
-from drafters.readers import TAPS
+from drafters.readers import EAGLE_FLAGS, TAPS
 from drafters.rebuild import rebuilt_logits
 from drafters.servers import NAMES, check_pair, findings
 from drafters.target import Features, Target, resolve_path
@@ -132,6 +132,9 @@ def _eagle_config(drafter: EagleDrafter, server: str, config: dict[str, Any], ta
         if server == "sglang":
             config |= {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
         return config
+    used = {flag: True for flag in EAGLE_FLAGS if config[flag]}  # some servers read them here only
+    used |= {"return_hidden_post_norm": True} if config["norm_output"] else {}
+    config["eagle_config"] |= used
     if server == "eagle":
         config["architectures"] = ["LlamaForCausalLM"]
         L, taps = target.num_layers, drafter.taps
@@ -144,7 +147,7 @@ def _eagle_config(drafter: EagleDrafter, server: str, config: dict[str, Any], ta
 
 
 def _speculators_config(config: dict[str, Any], target: Target) -> dict[str, Any]:
-    own = {"draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", TAPS}
+    own = {"draft_vocab_size", TAPS, *EAGLE_FLAGS}
     layer = {k: v for k, v in config.items() if k not in own | {"architectures", "eagle_config", "torch_dtype"}}
     layer.pop("num_aux_hidden_states")
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}

@@ -139,7 +139,8 @@ def _eagle3(raw: RawFolder, server: str, note: Note) -> None:
         note(any(n.startswith("layers.0.") for n in names), False, "names layers.0.*: versions before 0.5.14 drop them")
     if server in ("sglang", "trtllm"):
         note(0 in (top or []) or -1 in (nested or []), True, "can't tap the embeddings (layer 0)")
-        note("norm_before_residual" in flags, True, "ignores norm_before_residual")
+        ignored = flags & {"norm_before_residual", "norm_output" if server == "sglang" else "fc_norm"}
+        note(bool(ignored), True, f"ignores {', '.join(sorted(ignored))}")
     if server == "trtllm":
         note(True, False, f"takes the layers as an argument: eagle3_layers_to_capture {[k - 1 for k in top or []]}")
     if server == "eagle":

@@ -101,7 +101,7 @@ def _servers(raw: RawFolder, kind: str) -> list[str]:
         reasons = stops or [why for bad, why in told if not bad]
         verdict = "will not" if stops else "will load"
         lines.append(f"  {NAMES[server]}: {verdict}" + (f": {'; '.join(reasons)}" if reasons else ""))
-        if stops and kind in SUPPORT[server] and not any("token_map" in why for why in stops):
+        if stops and kind in SUPPORT[server] and not any("draft_vocab=null" in why for why in stops):
             exportable.append(server)
     if exportable:
         lines.append(f"scripts/export.py writes what these read: --to {', '.join(exportable)}")

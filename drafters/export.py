@@ -95,6 +95,9 @@ def _write(drafter: TrainedDrafter, server: str, folder: Path, target: Target, d
         config["base_model_name_or_path"] = resolve_path(target.name)  # TGI loads the target from here
         if server == "vllm":
             config["architectures"] = ["MedusaModel"]
+            if drafter.draft_ids is not None:
+                config.pop("truncated_vocab_size")
+                tensors = _full_heads(tensors, tensors.pop("token_map"), target.vocab_size)
     name = weight_file(server, drafter.kind)
     tensors = {n: w.contiguous() for n, w in tensors.items()}
     if name.endswith(".pt"):
@@ -103,9 +106,24 @@ def _write(drafter: TrainedDrafter, server: str, folder: Path, target: Target, d
         save_file(tensors, folder / name, metadata={"format": "pt"})
     write_json(folder / CONFIG, config)
     meta = {k: v for k, v in drafter.meta.items() if k not in ("warnings", "notes")}
+    if drafter.draft_ids is not None and drafter.kind != "eagle3":
+        meta["draft_ids"] = drafter.draft_ids.tolist()  # what the weights do not say
     write_json(folder / META, {"kind": drafter.kind, **meta, "layout": server})
     if server == "sglang" and drafter.kind == "eagle1" and drafter.draft_ids is not None:
         torch.save(drafter.draft_ids.tolist(), folder / HOT_TOKENS)  # for --speculative-token-map: absolute ids
+
+
+def _full_heads(tensors: dict[str, Tensor], ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Heads over the whole vocabulary: vLLM 0.32 builds no smaller ones, so that a `token_map` can't be loaded there.
+
+    Tokens outside the draft vocabulary get the row of its last token. They never score above the trained ones, and vLLM
+    drafts each head's best token only.
+    """
+
+    def full(rows: Tensor) -> Tensor:
+        return rows[-1:].expand(vocab_size, -1).clone().index_copy_(0, ids, rows)
+
+    return {name: full(w) if name.startswith("lm_heads.") else w for name, w in tensors.items()}
 
 
 def weight_file(server: str, kind: str) -> str:
@@ -213,14 +231,12 @@ def export_table(config: dict[str, Any], kind: str, server: str) -> Table:
     maps: Table = {}
     if kind == "medusa":
         D, layers, V = config["hidden_size"], config["medusa_num_layers"], config["vocab_size"]
-        rows = config.get("truncated_vocab_size", V)
         for i in range(config["medusa_num_heads"]):
             for j in range(layers):
                 block = f"blocks.{i}.layers.{j}" if server == "vllm" else f"{i}.{j}.linear"
                 table |= {f"{block}.weight": (D, D), f"{block}.bias": (D,)}
-            table[f"lm_heads.{i}.weight" if server == "vllm" else f"{i}.{layers}.weight"] = (rows, D)
-        maps = {"token_map": ((rows,), torch.int64)} if rows != V else {}
-        return {n: (shape, dtype) for n, shape in table.items()} | maps
+            table[f"lm_heads.{i}.weight" if server == "vllm" else f"{i}.{layers}.weight"] = (V, D)
+        return {n: (shape, dtype) for n, shape in table.items()}
     c = config.get("transformer_layer_config", config)
     H, inner, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
@@ -258,21 +274,25 @@ def _trace(weights: dict[str, Tensor], drafter: TrainedDrafter, server: str, tar
     """Every tensor is bit-equal to a trained one or to the target's; nothing is made up."""
     sources = {server_name(n.removeprefix("heads."), drafter, server): w for n, w in drafter.state_dict().items()}
     sources["embed_tokens.weight"] = target.embedding
+    ids = None if drafter.draft_ids is None else drafter.draft_ids.cpu()
     for name, weight in weights.items():
-        if name in ("d2t", "t2d", "token_map"):
+        if name in ("d2t", "t2d"):
             continue  # see `_check_vocabulary`
         zero_bias = name == "fc.bias" and name not in sources and not weight.any()
         source = sources.get(name)
-        if not zero_bias and (source is None or not torch.equal(source.detach().cpu().to(weight.dtype), weight)):
+        source = None if source is None else source.detach().cpu().to(weight.dtype)
+        if ids is not None and source is not None and name.startswith("lm_heads."):  # see `_full_heads`
+            others = torch.ones(len(weight), dtype=torch.bool).index_fill_(0, ids, False)
+            filled = bool((weight[others] == source[-1]).all())
+            weight = weight[ids] if filled else weight
+        if not zero_bias and (source is None or not torch.equal(source, weight)):
             raise UserError(f"{name} is neither a trained tensor nor the target's")
 
 
 def _check_vocabulary(weights: dict[str, Tensor], drafter: TrainedDrafter, target: Target) -> None:
     ids = drafter.draft_ids
-    if ids is None or drafter.kind == "eagle1":
+    if ids is None or drafter.kind != "eagle3":
         wrong = weights.keys() & {"d2t", "t2d", "token_map"}
-    elif drafter.kind == "medusa":
-        wrong = {"token_map"} if not torch.equal(weights["token_map"], ids.cpu()) else set()
     else:
         listed = from_offsets(weights["d2t"], target.vocab_size)
         same = torch.equal(listed, ids.cpu()) and torch.equal(weights["t2d"].nonzero()[:, 0], listed)
@@ -295,7 +315,11 @@ def _forward_gap(raw: RawFolder, drafter: TrainedDrafter, target: Target) -> tup
     else:
         outs = drafter.unroll(ids[None], Features(final[None], taps[None]), 2)
         mine = [drafter.logits(out[0, : len(ids) - 1 - j]) for j, out in enumerate(outs)]
-        if drafter.kind == "eagle1" and drafter.draft_ids is not None:  # servers draft from the target's whole head
-            rebuilt = [x[:, drafter.draft_ids] for x in rebuilt]
+    if drafter.draft_ids is not None and drafter.kind != "eagle3":  # servers draft from the whole vocabulary
+        shown = [x[:, drafter.draft_ids] for x in rebuilt]
+        excess = [float((a.amax(-1) - b.amax(-1)).max()) for a, b in zip(rebuilt, shown, strict=True)]
+        if drafter.kind == "medusa" and max(excess) > TOLERANCE * max(1.0, float(shown[0].abs().max())):
+            raise UserError(f"{raw.folder}: a token outside the draft vocabulary scores above those in it")
+        rebuilt = shown
     gap = max(float((a.float() - b).abs().max()) for a, b in zip(mine, rebuilt, strict=True))
     return gap, max(float(a.abs().max()) for a in mine)

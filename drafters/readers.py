@@ -296,6 +296,11 @@ def _medusa(raw: RawFolder, target: Target | None) -> Checkpoint:
         names = [f"{i}.{layers}.weight" for i in range(heads) if f"{i}.{layers}.weight" in out.weights]
         out.weights["token_map"] = _ascending(rest.pop("token_map").long(), names, out)
         out.config["truncated_vocab_size"] = rows
+    elif out.meta.get("layout") and out.meta.get("draft_ids"):  # our export for vLLM: rows of the whole vocabulary
+        ids = torch.tensor(out.meta.pop("draft_ids"))
+        out.weights |= {f"{i}.{layers}.weight": out.weights[f"{i}.{layers}.weight"][ids] for i in range(heads)}
+        out.weights["token_map"] = ids
+        out.config["truncated_vocab_size"] = len(ids)
     out.weights |= rest  # unknown here: the strict loader names them
     base = raw.config.get("base_model_name_or_path")
     out.config |= {

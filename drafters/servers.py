@@ -186,6 +186,8 @@ def _medusa(raw: RawFolder, server: str, note: Note) -> None:
     if server == "vllm":
         note(not vllm_names, False, "reference names: versions before 0.26 do not know them")
         note(bias and not config.get("medusa_fc_bias"), True, "drops the biases: medusa_fc_bias is not true")
+        mapped = "token_map" in names and not config.get("original_lm_head")
+        note(mapped, True, "builds heads of the full vocabulary only (0.32), and can't load a token_map")
         note("hidden_size" not in config, True, "hidden_size is not written, and it takes 4096")
         keys = [k for k in config if "num" in k and ("heads" in k or "layers" in k)]
         extra = [k for k in keys if k not in ("medusa_num_heads", "medusa_num_layers")]

@@ -20,11 +20,12 @@ from drafters.checkpoint import Table, load_drafter, native_config, native_tenso
 from drafters.eagle import EagleDrafter
 from drafters.errors import UserError
 from drafters.files import CONFIG, META, WEIGHTS, RawFolder, read_json, read_weights, write_json
+from drafters.locate import resolve_path
 from drafters.medusa import MedusaDrafter
 from drafters.readers import EAGLE_FLAGS, TAPS
 from drafters.rebuild import rebuilt_logits
 from drafters.servers import NAMES, check_pair, findings
-from drafters.target import Features, Target, resolve_path
+from drafters.target import Features, Target
 from drafters.vocab import from_offsets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

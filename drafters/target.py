@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,

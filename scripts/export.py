@@ -12,9 +12,10 @@ from drafters.card import measured, publish, save_pretrained
 from drafters.errors import UserError, cli
 from drafters.export import DTYPES, HOT_TOKENS, export, fresh_folder
 from drafters.files import read_folder
+from drafters.locate import resolve_path
 from drafters.readers import TAPS, read_checkpoint
 from drafters.servers import SUPPORT, check_pair, launch
-from drafters.target import load_target, resolve_path
+from drafters.target import load_target
 
 
 def parser() -> argparse.ArgumentParser:

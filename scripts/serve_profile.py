@@ -20,9 +20,10 @@ from drafters.card import measured
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
 from drafters.files import read_json
+from drafters.locate import resolve_path
 from drafters.provenance import revision
 from drafters.servers import NAMES, SUPPORT, launch
-from drafters.target import Target, load_target, resolve_path
+from drafters.target import Target, load_target
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,7 +6,6 @@ compares every name, shape and dtype with an exact table, rebuilds the drafter f
 before it reports success.
 """
 
-import json
 import shutil
 import sys
 import tempfile
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -26,13 +25,14 @@ from drafters.base import DraftSettings
 from drafters.build import TrainedDrafter
 from drafters.eagle import NORMS, EagleConfig, EagleDrafter
 from drafters.errors import UserError
+from drafters.files import CONFIG, META, WEIGHTS, read_folder, read_json, read_weights, write_json
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.packing import pack_linears
+from drafters.readers import TAPS, Checkpoint, norms_of, read_checkpoint
 from drafters.target import Features, Target
 from drafters.vocab import from_offsets, to_offsets
 
-WEIGHTS, CONFIG, META = "model.safetensors", "config.json", "headstart.json"
 Table = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape, dtype
 
 
@@ -55,8 +55,8 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        save_file(_tensors(drafter), temporary / WEIGHTS, metadata={"format": "pt"})
-        _write_json(temporary / CONFIG, _config(drafter, target))
+        save_file(native_tensors(drafter), temporary / WEIGHTS, metadata={"format": "pt"})
+        write_json(temporary / CONFIG, native_config(drafter, target))
         sidecar = {"kind": drafter.kind, "target": target.fingerprint, **meta}
         if drafter.kind == "eagle1" and drafter.draft_ids is not None:
             # servers know no draft vocabulary in this layout, and refuse tensors they do not know
@@ -65,7 +65,7 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
         if adapter is not None:
             adapter.save(temporary / ADAPTER)
             sidecar["adapter"] = ADAPTER
-        _write_json(temporary / META, sidecar)
+        write_json(temporary / META, sidecar)
         _prove(drafter, temporary, target)
         _replace(temporary, folder)
     finally:
@@ -73,30 +73,34 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
     return folder
 
 
-def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> TrainedDrafter:
-    """Rebuilds a drafter from its folder alone, ready to decode: on the target's device, in its dtype.
+def load_drafter(
+    folder: str | Path, target: Target, pack: bool = True, dtype: torch.dtype | None = None
+) -> TrainedDrafter:
+    """Rebuilds a drafter from its folder alone, ready to decode: on the target's device.
 
     Args:
-        folder: written by `save_drafter`. An adapter in it is read too, and applied by `drafters.adapter.adapted`.
+        folder: written by `save_drafter` or `drafters.export`, or a published checkpoint (see `drafters.readers`).
+            An adapter in it is read too, and applied by `drafters.adapter.adapted`.
         target: the model it will serve. Another fingerprint is a warning (on stderr, and in `meta["warnings"]`).
         pack: prepack its linear products if the target's are; not for training, which would go past them.
+        dtype: of its weights; None: the target's. Training and export keep float32.
 
     Raises:
         UserError: missing or unreadable files, unknown, missing or misshaped tensors, another width or vocabulary.
     """
     folder = Path(folder)
-    config, meta = _read_json(folder / CONFIG), _read_json(folder / META, missing_ok=True)
+    found = read_checkpoint(read_folder(folder), target)
+    config, meta, weights = found.config, found.meta, found.weights
     _check_sizes(folder, config, meta, target)
-    weights = _read_weights(folder)
     kind = _kind(folder, config)
-    draft_ids = _draft_ids(kind, weights, meta, target)
+    draft_ids = _draft_ids(kind, weights, meta, target.vocab_size)
     drafter = _skeleton(kind, config, draft_ids, folder)
     _compare(weights, expected_tensors(drafter), folder)
     if kind == "eagle3":
         target.check_taps(drafter.taps)
     state = {_module_name(kind, name): w for name, w in weights.items() if name not in ("d2t", "t2d", "token_map")}
     drafter.load_state_dict(state, strict=True)
-    drafter.to(device=target.device, dtype=target.compute_dtype)  # the id buffer keeps its integers
+    drafter.to(device=target.device, dtype=dtype or target.compute_dtype)  # the id buffer keeps its integers
     drafter.eval().requires_grad_(False)
     drafter.meta = meta
     if "draft" in meta:
@@ -106,7 +110,7 @@ def load_drafter(folder: str | Path, target: Target, pack: bool = True) -> Train
             raise UserError(f"{folder / META}: draft={meta['draft']!r} are no draft settings ({error})") from error
     if target.is_packed and pack:
         pack_linears(drafter, target.dtype)
-    meta["warnings"] = _mismatches(meta.get("target"), target)
+    meta["warnings"] = found.warnings + _mismatches(meta.get("target"), target)
     if isinstance(drafter, MedusaDrafter) and (meta.get("adapter") or (folder / ADAPTER).is_dir()):
         drafter.adapter = read_adapter(folder / ADAPTER, target)
         meta["adapter"] = drafter.adapter.digest()
@@ -147,6 +151,8 @@ def expected_tensors(drafter: TrainedDrafter) -> Table:
             f"{layer}.mlp.up_proj.weight": (inner, H),
             f"{layer}.mlp.down_proj.weight": (H, inner),
         }
+        if e.fc_bias:
+            table["fc.bias"] = (H,)
         if e.version == 3:
             table |= {
                 f"{layer}.input_layernorm.weight": (H,),
@@ -163,7 +169,19 @@ def expected_tensors(drafter: TrainedDrafter) -> Table:
     return {name: (shape, torch.float32) for name, shape in table.items()} | extra
 
 
-def _tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
+def table_of(found: Checkpoint, folder: Path) -> Table:
+    """`expected_tensors` of a folder that no target is at hand for; raises `UserError` like `load_drafter`."""
+    config = dict(found.config)
+    if config.get(TAPS, 0) is None:  # left to the target; their number shows in fc
+        config[TAPS] = list(range(found.weights["fc.weight"].shape[1] // config["hidden_size"]))
+    kind = _kind(folder, config)
+    ids = _draft_ids(kind, found.weights, found.meta, config.get("vocab_size") or 0)
+    with torch.device("meta"):
+        return expected_tensors(_skeleton(kind, config, ids, folder))
+
+
+def native_tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
+    """What `model.safetensors` holds: float32 weights by name, and the vocabulary map."""
     prefix = "heads." if isinstance(drafter, MedusaDrafter) else ""
     state = {k: v for k, v in drafter.state_dict().items() if not k.startswith("adapter.")}
     tensors = {k.removeprefix(prefix): v.detach().float().cpu().contiguous() for k, v in state.items()}
@@ -178,7 +196,8 @@ def _tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
     return tensors
 
 
-def _config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
+def native_config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
+    """What `config.json` holds."""
     if isinstance(drafter, MedusaDrafter):
         # vLLM rewrites any key with "num" and "heads" in it: only its two may be here. TGI wants no architectures.
         c = drafter.config
@@ -219,13 +238,11 @@ def _config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
         "torch_dtype": "float32",
     }
     if e.version == 1:
-        return config | {"bias": False}
+        return config | {"bias": e.fc_bias}
     nested = {"norm_before_fc": "norm_before_fc", "norm_output": "return_hidden_post_norm"}  # TensorRT-LLM's places
     return config | {
         "draft_vocab_size": e.draft_vocab_size,
-        "norm_before_residual": False,  # always there: readers' defaults differ
-        "norm_before_fc": False,
-        **{name: True for name in e.norms},
+        **{name: name in e.norms for name in NORMS},  # written even when false: readers' defaults differ
         "num_aux_hidden_states": len(e.taps),
         "eagle_aux_hidden_state_layer_ids": list(e.taps),  # vLLM, llama.cpp: index into hidden_states
         "eagle_config": {  # SGLang: id of the layer whose output it is
@@ -267,31 +284,21 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
         size = llama.vocab_size if draft_ids is None else len(draft_ids)
         taps = tuple(int(k) for k in config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
-        norms = dict.fromkeys(_norms(config) if kind == "eagle3" else (), True)
-        return EagleDrafter(EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, **norms), draft_ids)
+        norms = dict.fromkeys(norms_of(config) if kind == "eagle3" else (), True)
+        bias = kind == "eagle1" and config.get("bias") is True
+        eagle = EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, fc_bias=bias, **norms)
+        return EagleDrafter(eagle, draft_ids)
     except StrictDataclassError as error:
         raise UserError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{folder / CONFIG}: key {error} is missing or of the wrong kind") from error
 
 
-def _norms(config: dict[str, Any]) -> tuple[str, ...]:
-    """The further norms of an EAGLE-3 config, by any of the keys that published checkpoints say them with."""
-    nested = config.get("eagle_config")
-    nested = nested if isinstance(nested, dict) else {}
-    also = {
-        "norm_before_fc": nested.get("norm_before_fc"),
-        "fc_norm": config.get("use_aux_norm"),  # SGLang's older name
-        "norm_output": nested.get("return_hidden_post_norm"),  # TensorRT-LLM's name
-    }
-    return tuple(name for name in NORMS if config.get(name) or also.get(name))
-
-
-def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], target: Target) -> Tensor | None:
+def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], vocab_size: int) -> Tensor | None:
     if kind == "eagle3":
         if "d2t" not in weights:
             return None
-        ids = from_offsets(weights["d2t"], target.vocab_size)
+        ids = from_offsets(weights["d2t"], vocab_size)
         listed = weights["t2d"].nonzero()[:, 0] if "t2d" in weights else ids
         if not torch.equal(ids, listed):  # an absolute map may still ascend within the vocabulary
             raise UserError(
@@ -302,7 +309,7 @@ def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], targ
         mapped = weights["token_map"].long() if "token_map" in weights else None
     else:
         mapped = torch.tensor(meta["draft_ids"]) if meta.get("draft_ids") else None
-    return None if mapped is None else from_offsets(to_offsets(mapped), target.vocab_size)
+    return None if mapped is None else from_offsets(to_offsets(mapped), vocab_size)
 
 
 def _module_name(kind: str, name: str) -> str:
@@ -312,7 +319,7 @@ def _module_name(kind: str, name: str) -> str:
 def _check_sizes(folder: Path, config: dict[str, Any], meta: dict[str, Any], target: Target) -> None:
     for key, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(key) != size:
-            made_for = (meta.get("target") or {}).get("name", "another model")
+            made_for = (meta.get("target") or {}).get("name") or meta.get("made_for") or "another model"
             raise UserError(
                 f"{folder}: {key}={config.get(key)}, but target {target.name!r} has {size}; made for {made_for}"
             )
@@ -350,10 +357,10 @@ def _prove(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
         raise UserError(
             f"{folder}: wrote {sorted(set(names.items()) ^ set(table.items()))[:4]}, which is not what was meant"
         )
-    config, meta = _read_json(folder / CONFIG), _read_json(folder / META)
-    weights = _read_weights(folder)
+    config, meta = read_json(folder / CONFIG), read_json(folder / META)
+    weights = read_weights(folder / WEIGHTS)
     kind = _kind(folder, config)
-    rebuilt = _skeleton(kind, config, _draft_ids(kind, weights, meta, target), folder)
+    rebuilt = _skeleton(kind, config, _draft_ids(kind, weights, meta, target.vocab_size), folder)
     state = {_module_name(kind, n): w for n, w in weights.items() if n not in ("d2t", "t2d", "token_map")}
     rebuilt.load_state_dict(state, strict=True)
     rebuilt.to(target.device).bind(target)
@@ -383,34 +390,6 @@ def probe_logits(drafter: TrainedDrafter, target: Target) -> Tensor:
         logits = torch.cat([drafter.logits(out[0]) for out in outs])
     drafter.train(was_training)
     return logits.float()
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; a drafter folder holds {CONFIG}, {WEIGHTS} and {META}")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); was the copy cut short?") from error
-
-
-def _read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
-    if not path.is_file():
-        if missing_ok:
-            return {}
-        raise UserError(f"{path}: no such file; is {path.parent} a drafter folder?")
-    try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: a JSON object is expected")
-    return value
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _replace(temporary: Path, folder: Path) -> None:

@@ -44,6 +44,7 @@ class EagleConfig:
     fc_norm: bool = False  # over each tap
     norm_before_residual: bool = False
     norm_output: bool = False
+    fc_bias: bool = False  # EAGLE-1: some published ones have it; vLLM drops it, so none is trained here
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -118,7 +119,7 @@ class EagleDrafter(nn.Module):
             self.norm = nn.RMSNorm(H, eps)
             self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
         else:
-            self.fc = nn.Linear(2 * H, H, bias=False)
+            self.fc = nn.Linear(2 * H, H, bias=config.fc_bias)
             self.layers = nn.ModuleList([layer])
         self.rotary = Rotary(llama)
         self.register_buffer("draft_ids", draft_ids, persistent=False)

@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,6 +27,7 @@ from drafters.errors import UserError
 from drafters.llama import FastDecoder, is_supported
 from drafters.locate import resolve_path
 from drafters.packing import Packed, Product, compiled, install, native_bf16, pack_linears, product, remove
+from drafters.variants import load_model, split_adapter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
@@ -310,7 +310,8 @@ def load_target(
     """Loads a frozen target.
 
     Args:
-        name: a hub id, a folder, a GGUF file, or an alias of `locate.ALIASES` (a packaged file, converted once).
+        name: a hub id, a folder (a LoRA adapter's too: merged into its base), a GGUF file, or an alias of
+            `locate.ALIASES` (a packaged file, converted once).
         dtype: "bfloat16", "float16", "float32", or "auto": bfloat16 where the hardware computes in it, else float32.
         device: None takes CUDA when present.
         attention: "headstart" (ours), or a backend of transformers ("sdpa", "eager").
@@ -322,14 +323,14 @@ def load_target(
     """
     place = _place(device)
     torch_dtype = resolve_dtype(dtype, place)
-    path = resolve_path(name)
+    base, adapter = split_adapter(resolve_path(name))
+    path, own = resolve_path(base), adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    code = {"trust_remote_code": trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, **code)
         _refuse(config, name)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch_dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = load_model(path, adapter, config, dtype=torch_dtype, attn_implementation=attention, **code)
+        tokenizer = AutoTokenizer.from_pretrained(adapter if own else path, **code)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError, SafetensorError) as error:

@@ -136,7 +136,7 @@ def _fresh(recipe: Recipe, target: Target, ids: Tensor | None) -> TrainedDrafter
 def _continued(recipe: Recipe, target: Target) -> TrainedDrafter:
     options = recipe.drafter
     assert options.init is not None
-    drafter = load_drafter(options.init, target, pack=False).float().bind(target)  # bound anew: in float32
+    drafter = load_drafter(options.init, target, pack=False, dtype=torch.float32)
     if drafter.kind != options.kind:
         raise UserError(f"drafter.init={options.init} is {drafter.kind}, not drafter.kind={options.kind}")
     if getattr(drafter, "adapter", None) is not None:

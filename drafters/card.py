@@ -1,0 +1,193 @@
+"""A drafter as a folder for the Hub: our own layout and a model card that states measured results and nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters.checkpoint import load_drafter, save_drafter
+from drafters.errors import UserError
+from drafters.export import fresh_folder
+from drafters.files import META, read_json
+from drafters.target import Target
+
+PATH_KEYS = {"output", "folder", "prompts", "features", "init"}  # of the recipe: they name the author's folders
+PAPERS = {"medusa": "2401.10774", "eagle1": "2401.15077", "eagle3": "2503.01840"}
+
+CARD = """\
+---
+{header}
+---
+
+# {kind} drafter for {short}
+
+Guesses the next few tokens of one target model; the target checks them, so the text stays its own. It belongs to that
+target only.
+
+| | |
+|---|---|
+{table}
+
+## Measured
+
+{measured}
+## Use
+
+```python
+from decode.engine import generate
+from drafters.checkpoint import load_drafter
+from drafters.target import load_target
+
+target = load_target({target})
+drafter = load_drafter("PATH_OF_THIS_FOLDER", target)
+print(generate(target, drafter, "Why is the sky blue?", max_new_tokens=64).text)
+```
+
+`scripts/export.py` writes it for vLLM, SGLang and others.
+"""
+
+
+def measured(run: str | Path, report: str | Path | None) -> dict[str, Any] | None:
+    """What an evaluation measured of this drafter, or None without one.
+
+    Args:
+        run: the drafter's folder.
+        report: folder of `scripts/evaluate.py` (or its report.json).
+
+    Returns:
+        arm, plain (the two arms' figures), draft (settings), and the report's environment, prompts, target, settings.
+
+    Raises:
+        UserError: no report there, this drafter is not in it, or it was measured on another target.
+    """
+    if report is None:
+        return None
+    path = Path(report)
+    path = path / "report.json" if path.is_dir() else path
+    page, meta = read_json(path), read_json(Path(run) / META, missing_ok=True)
+    arms = {arm["name"]: arm for arm in page.get("arms", [])}
+    drafters = page.get("drafters", {})
+    name = Path(run).resolve().name
+    if name not in drafters:  # measured under another name: the only one of its kind
+        same = [n for n, d in drafters.items() if d["kind"] == meta.get("kind")]
+        if len(same) != 1:
+            raise UserError(f"{path}: measures {', '.join(drafters) or 'no drafter'}, none of which is surely {run}")
+        name = same[0]
+    stored, used = (meta.get("target") or {}).get("weights"), page["target"]["fingerprint"].get("weights")
+    if stored and used and stored != used:
+        raise UserError(f"{path}: was measured on target {page['target']['name']!r} with other weights than {run}'s")
+    return {
+        "arm": arms[name],
+        "plain": arms["plain"],
+        "draft": page["settings"]["draft"][name],
+        **{key: page[key] for key in ("environment", "prompts", "target", "settings")},
+    }
+
+
+def save_pretrained(run: str | Path, out: str | Path, target: Target, results: dict[str, Any] | None) -> Path:
+    """Writes the folder: config, weights (proven again), metadata without local paths, and README.md.
+
+    Args:
+        run: the drafter's folder.
+        out: a new folder.
+        target: the model it serves.
+        results: from `measured`; None: the card then claims nothing.
+    """
+    out = fresh_folder(out)
+    drafter = load_drafter(run, target, pack=False, dtype=torch.float32)
+    meta = {k: v for k, v in drafter.meta.items() if k not in ("kind", "target", "warnings", "layout", "draft_ids")}
+    if isinstance(meta.get("recipe"), dict):
+        meta["recipe"] = _without_paths(meta["recipe"])
+    try:
+        save_drafter(drafter, out, target, meta)
+        page = model_card(read_json(out / META), results)
+        (out / "README.md").write_text(page, encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return out
+
+
+def _without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_paths(value)
+        if isinstance(value, dict)
+        else (Path(value).name if key in PATH_KEYS | {"name", "source"} and _is_path(value) else value)
+        for key, value in recipe.items()
+    }
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and (value.startswith((".", "/", "~")) or value.count("/") > 1)
+
+
+def model_card(meta: dict[str, Any], results: dict[str, Any] | None) -> str:
+    """README.md: what it is, for which target, how it was trained; figures only where they were measured."""
+    kind, target = meta["kind"], meta["target"]
+    base = target["name"]
+    header = ["library_name: headstart", "tags:", "- speculative-decoding", f"- {kind}"]
+    if base.count("/") == 1 and not _is_path(base):
+        header += ["base_model:", f"- {base}"]
+    data = meta.get("data") or {}
+    facts = {
+        "Kind": f"{kind} (arXiv {PAPERS[kind]})" if kind in PAPERS else kind,
+        "Target": f"{Path(base).name if _is_path(base) else base} (weights {target['weights']}, "
+        f"tokenizer {target['tokenizer']}, template {target['template']})",
+        "Draft vocabulary": (meta.get("draft_vocab") or {}).get("size"),
+        "Trained on": f"{data['tokens']:,} tokens in {data['samples']:,} samples" if data.get("tokens") else None,
+        "Made with": f"headstart {meta['headstart']}" if meta.get("headstart") else None,
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
+    name = Path(base).name if _is_path(base) else base
+    return CARD.format(
+        header="\n".join(header), kind=kind, short=Path(base).name, table=table,
+        measured=_measured_text(meta, results), target=json.dumps(name),
+    )  # fmt: skip
+
+
+def _measured_text(meta: dict[str, Any], results: dict[str, Any] | None) -> str:
+    lines = []
+    if results is None:
+        lines.append("Speed and acceptance in real decoding: not measured.")
+    else:
+        arm, plain, env = results["arm"], results["plain"], results["environment"]
+        interval = arm["speedup_ci95"]
+        spread = f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+        match = arm["exact_match"]
+        draft, temperature = results["draft"], results["settings"]["sampling"]["temperature"]
+        shape = f"chain of {draft['length']}" if draft["kind"] == "chain" else f"tree of {draft['total']}"
+        lines += [
+            f"On {results['prompts']['count']} prompts ({results['prompts']['name']}), {shape}, temperature "
+            f"{temperature:g}, {results['settings']['max_new_tokens']} new tokens, {env['device']} ({env['cpu']}), "
+            f"{env['dtype']}:\n",
+            "| | plain | with this drafter |",
+            "|---|---|---|",
+            f"| acceptance length (tokens a target step) | {plain['tau']:.2f} | {arm['tau']:.2f} |",
+            f"| tokens/s | {plain['tokens_per_second']:.1f} | {arm['tokens_per_second']:.1f} |",
+            f"| speedup | 1.00x | {arm['speedup']:.2f}x{spread} |",
+        ]
+        if match is not None:
+            lines.append(f"| greedy output | | {match['verdict']} ({match['rate']:.0%}) |")
+    estimate = (meta.get("results") or {}).get("tau_estimate")
+    if estimate:
+        lines.append(f"\nEstimated in training on held-out text, which flatters: acceptance length {estimate:.2f}.")
+    return "\n".join(lines) + "\n"
+
+
+def publish(folder: str | Path, repo: str) -> str:
+    """Uploads the folder with the user's own Hub login; a new repository is private. Returns its address.
+
+    Raises:
+        UserError: no login, no network, or the Hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=True, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo, folder_path=str(folder)))
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+        raise UserError(f"--push {repo}: {str(error).strip().splitlines()[0]}") from error

@@ -1,0 +1,125 @@
+"""Files of a drafter folder: weights in any of the usual containers (tensors only, never code), and JSON."""
+
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafters.errors import UserError
+
+WEIGHTS, CONFIG, META = "model.safetensors", "config.json", "headstart.json"
+
+
+@dataclass
+class RawFolder:
+    """A folder as it lies on disk."""
+
+    folder: Path
+    config: dict[str, Any]
+    meta: dict[str, Any]
+    weights: dict[str, Tensor]
+    files: list[str]
+    """The weight files that were read."""
+
+
+def read_folder(folder: str | Path) -> RawFolder:
+    """Reads config, metadata and every weight of a folder.
+
+    Raises:
+        UserError: no folder, no weights or more than one candidate, unreadable or unsafe files.
+    """
+    folder = Path(folder)
+    meta = read_json(folder / META, missing_ok=True)
+    if is_native(meta):  # ours is one file with one name: a missing one must not be made up for by another
+        return RawFolder(folder, read_json(folder / CONFIG), meta, read_weights(folder / WEIGHTS), [WEIGHTS])
+    config = read_json(folder / CONFIG)
+    files = _weight_files(folder)
+    weights: dict[str, Tensor] = {}
+    for name in files:
+        part = read_weights(folder / name)
+        twice = sorted(weights.keys() & part.keys())
+        if twice:
+            raise UserError(f"{folder / name}: {twice[0]} is in another shard too")
+        weights |= part
+    return RawFolder(folder, config, meta, weights, files)
+
+
+def is_native(meta: dict[str, Any]) -> bool:
+    """Whether `headstart.json` says that `save_drafter` wrote the folder (an export carries its layout's name)."""
+    return bool(meta.get("kind")) and "layout" not in meta
+
+
+def _weight_files(folder: Path) -> list[str]:
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / name).is_file():
+            shards = sorted(set((read_json(folder / name).get("weight_map") or {}).values()))
+            if not shards or any(Path(s).name != s for s in shards):
+                raise UserError(f"{folder / name}: weight_map must name files of this folder")
+            return shards
+    for pattern in (WEIGHTS, "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"):
+        if (folder / pattern).is_file():
+            return [pattern]
+    for pattern in ("*.safetensors", "*.bin", "*.pt"):
+        found = sorted(p.name for p in folder.glob(pattern))
+        if len(found) > 1:
+            raise UserError(f"{folder}: several weight files ({', '.join(found[:4])}); keep the drafter's alone")
+        if found:
+            return found
+    raise UserError(
+        f"{folder / WEIGHTS}: no such file, nor any other .safetensors, .bin or .pt; a drafter folder holds {CONFIG} "
+        "and one file of weights"
+    )
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Tensors of one file; pickles may hold tensors only.
+
+    Raises:
+        UserError: missing, cut short, or more than tensors.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; a drafter folder holds {CONFIG}, {WEIGHTS} and {META}")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"{path}: holds more than tensors and is not opened ({first})") from error
+    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); was the copy cut short?") from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise UserError(f"{path}: a mapping of names to tensors is expected")
+    return {str(name): weight.contiguous() for name, weight in state.items()}
+
+
+def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    """A JSON object; {} where the file may be missing and is.
+
+    Raises:
+        UserError: missing, or no JSON object.
+    """
+    if not path.is_file():
+        if missing_ok:
+            return {}
+        raise UserError(f"{path}: no such file; is {path.parent} a drafter folder?")
+    try:
+        value = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: a JSON object is expected")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a JSON file for people to read too."""
+    path.write_text(json.dumps(value, indent=2) + "\n")

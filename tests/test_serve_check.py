@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from decode.engine import Round
+from decode.engine import DraftSettings, Generation, Round
 from drafters.errors import UserError
 from scripts import serve_check as script
 
@@ -65,10 +65,26 @@ def round_of(drafted, accepted):
 
 
 def test_both_decoders_are_counted_alike():
-    rounds = [round_of(2, 2), *[round_of(2, 1)] * 4, *[round_of(2, 0)] * 5, round_of(0, 0)]  # the last drafted nothing
+    rounds = [round_of(2, 2), *[round_of(2, 1)] * 4, *[round_of(2, 0)] * 5]
     served = script.survival(script.parse_counters(METRICS), 2)
     assert served == script.our_survival(rounds, 2)
-    assert served == {"rounds": 10, "tau": pytest.approx(1.6), "survival": [0.5, 0.1]}
+    assert served == {"rounds": 10, "kept": 6, "tau": pytest.approx(1.6), "survival": [0.5, 0.1]}
+
+
+@pytest.mark.parametrize(("ends_at", "counted"), [(None, 2), (2, 1), (4, 1), (5, 2)])
+def test_our_last_round_counts_whole_as_the_servers_does(monkeypatch, ends_at, counted):
+    tokens = [0 if i == ends_at else 7 for i in range(11)]  # 1 of the prefill, then 4, 4 and 2 by three rounds
+    rounds = [round_of(3, 3), round_of(3, 3), round_of(3, 1)]
+    asked = {}
+
+    def generate(*_, **options):
+        asked.update(options)
+        return Generation(tokens, rounds=rounds)
+
+    monkeypatch.setattr(script, "generate", generate)
+    target = SimpleNamespace(eos_token_ids=(0,))
+    assert script.our_rounds(target, None, [1], 8, DraftSettings(length=3)) == rounds[:counted]
+    assert (asked["max_new_tokens"], asked["eos_token_ids"]) == (11, ())  # else our last round would be cut short
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def options(tmp_path, broken=False):
     stand_in = tmp_path / "python"
     stand_in.write_text(SERVER.format(python=sys.executable, metrics=METRICS, broken=broken))
     stand_in.chmod(0o755)
-    return SimpleNamespace(python=str(stand_in), target=str(tmp_path), start_timeout=20)
+    return SimpleNamespace(python=str(stand_in), target=str(tmp_path), start_timeout=20, concurrency=2)
 
 
 def alive(pid):
@@ -75,6 +75,7 @@ def test_both_decoders_are_counted_alike():
 def test_our_last_round_counts_whole_as_the_servers_does(monkeypatch, ends_at, counted):
     tokens = [0 if i == ends_at else 7 for i in range(11)]  # 1 of the prefill, then 4, 4 and 2 by three rounds
     rounds = [round_of(3, 3), round_of(3, 3), round_of(3, 1)]
+    end = None if ends_at is None else ends_at + 1
     asked = {}
 
     def generate(*_, **options):
@@ -83,7 +84,7 @@ def test_our_last_round_counts_whole_as_the_servers_does(monkeypatch, ends_at, c
 
     monkeypatch.setattr(script, "generate", generate)
     target = SimpleNamespace(eos_token_ids=(0,))
-    assert script.our_rounds(target, None, [1], 8, DraftSettings(length=3)) == rounds[:counted]
+    assert script.our_run(target, None, [1], 8, DraftSettings(length=3)) == (tokens[:8][:end], rounds[:counted])
     assert (asked["max_new_tokens"], asked["eos_token_ids"]) == (11, ())  # else our last round would be cut short
 
 
@@ -109,7 +110,7 @@ def test_the_server_answers_and_ends_with_its_children(tmp_path):
         pytest.raises(KeyboardInterrupt),
         script.server(options(tmp_path), tmp_path, "plain", "float32") as url,
     ):
-        texts, rate, grown = script.ask_all(url, [[5, 6, 7], [8]], 2)
+        texts, rate, grown = script.ask_all(url, [[5, 6, 7], [8]], 2, 2)
         assert texts == [[5, 6], [8]]
         assert rate > 0 and set(grown.values()) == {0.0}  # only growth counts, not what was there before
         child = int((tmp_path / "plain.log").read_text().splitlines()[0])

@@ -43,10 +43,10 @@ from train.loop import train
 from train.recipe import load_recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-SMALL = {  # servers know no draft vocabulary for EAGLE-1
-    "eagle3": ("smollm2-eagle3.yaml", ["drafter.draft_vocab=4096"]),
-    "eagle1": ("smollm2-eagle3.yaml", ["drafter.kind=eagle1", "drafter.draft_vocab=null"]),
-    "medusa": ("smollm2-medusa1.yaml", ["drafter.draft_vocab=4096"]),
+SMALL = {
+    "eagle3": ("smollm2-eagle3.yaml", []),
+    "eagle1": ("smollm2-eagle3.yaml", ["drafter.kind=eagle1"]),
+    "medusa": ("smollm2-medusa1.yaml", []),
 }
 METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa": "medusa"}  # our kind -> vLLM's method
 TOLERANCE = 0.10

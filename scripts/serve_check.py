@@ -22,7 +22,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
@@ -36,7 +36,7 @@ from rich.table import Table
 from decode.engine import DraftSettings, Round, generate
 from decode.environment import environment, load_average
 from decode.prompts import load_prompts
-from drafters.checkpoint import load_drafter
+from drafters.checkpoint import CONFIG, META, WEIGHTS, load_drafter
 from drafters.errors import UserError, cli
 from drafters.target import Target, load_target, resolve_path
 from train.loop import train
@@ -85,12 +85,11 @@ def main() -> int:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     if args.plain:
-        write(out, "plain", [time_plain(args, out, dtype) for dtype in dtypes], plain_table)
+        report(out, "plain", (time_plain(args, out, dtype) for dtype in dtypes), plain_table)
         return 0
     folders = [Path(folder) for folder in args.drafter or ()] or train_small(args.target, out)
     folders = exported(args.target, out, folders)
-    rows = [row for dtype in dtypes for row in check(args, out, dtype, folders)]
-    write(out, "serve", rows, check_table)
+    rows = report(out, "serve", (row for dtype in dtypes for row in check(args, out, dtype, folders)), check_table)
     failures = [f"{row['dtype']} {row['drafter']}: {problem}" for row in rows for problem in row["failures"]]
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
@@ -111,11 +110,16 @@ def train_small(target: str, out: Path) -> list[Path]:
 
 
 def exported(target: str, out: Path, folders: Sequence[Path]) -> list[Path]:
-    """Each drafter in the exporter's layout for vLLM; both decoders then read the same files."""
-    if importlib.util.find_spec("drafters.export") is None:  # our own folder is the raw layout, which vLLM loads
-        return list(folders)
-    exporter: Any = importlib.import_module("drafters.export")
+    """Each drafter as vLLM shall load it, in a folder of its own; both decoders then read the same files."""
     shutil.rmtree(out / "exports", ignore_errors=True)
+    if importlib.util.find_spec("drafters.export") is None:
+        # Our layout is one that vLLM loads, but it reads every .safetensors file: a run's folder holds its state too.
+        for folder in folders:
+            (out / "exports" / folder.name).mkdir(parents=True)
+            for name in (CONFIG, WEIGHTS, META):
+                shutil.copy(folder / name, out / "exports" / folder.name)
+        return [out / "exports" / folder.name for folder in folders]
+    exporter: Any = importlib.import_module("drafters.export")
     loaded = load_target(target, "float32", pack=False)
     return [exporter.export(folder, "vllm", out / "exports" / folder.name, loaded) for folder in folders]
 
@@ -123,13 +127,12 @@ def exported(target: str, out: Path, folders: Sequence[Path]) -> list[Path]:
 # ---- the two decoders on the same prompts
 
 
-def check(args: argparse.Namespace, out: Path, dtype: str, folders: Sequence[Path]) -> list[dict[str, Any]]:
+def check(args: argparse.Namespace, out: Path, dtype: str, folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """One row per drafter: the server's counters and text beside our decoder's."""
     target = load_target(args.target, dtype)
     prompts = [target.render(p.messages) for p in load_prompts("headstart", limit=args.prompts)]
     with server(args, out, f"{dtype}-plain", dtype) as url:
         plain, _, _ = ask_all(url, prompts, args.max_new_tokens, args.concurrency)
-    rows = []
     for folder in folders:
         drafter = whole_vocabulary(load_drafter(folder, target), target)
         config = {"method": METHODS[drafter.kind], "model": str(folder), "num_speculative_tokens": args.chain}
@@ -150,9 +153,8 @@ def check(args: argparse.Namespace, out: Path, dtype: str, folders: Sequence[Pat
             "our_text_same": same([tokens for tokens, _ in ours], plain),
             "environment": environment(target) | {"load": load_average()},
         }
-        rows.append(row | {"failures": failures(row)})
         print(f"{dtype} {folder.name}: vLLM {row['server']}, ours {row['ours']}", flush=True)
-    return rows
+        yield row | {"failures": failures(row)}
 
 
 def whole_vocabulary(drafter: Any, target: Target) -> Any:
@@ -295,7 +297,7 @@ def wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, seconds:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise UserError(f"the server ended with status {process.returncode}; {log} ends: {last_error(log)}")
+            raise UserError(f"the server ended with status {process.returncode}; {log} says: {cause(log)}")
         try:
             with OPENER.open(f"{url}/health", timeout=5):
                 return
@@ -304,11 +306,11 @@ def wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, seconds:
     raise UserError(f"the server was not ready in {seconds:.0f} s (--start-timeout); see {log}")
 
 
-def last_error(log: Path) -> str:
-    """The last line of a log that names an error, else its last line."""
+def cause(log: Path) -> str:
+    """The first line of a log that names an error (later ones only say that a process ended), else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if re.search(r"\w+Error: |error: ", line)]
-    return (named or lines or ["(empty)"])[-1][-400:]
+    named = [line for line in lines if re.search(r"(^|[\])] )\w+Error: ", line)]
+    return [*named[:1], *lines[-1:], "(empty)"][0][-400:]
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
@@ -401,17 +403,21 @@ def parse_counters(text: str) -> Counters:
 # ---- what is written
 
 
-def write(out: Path, name: str, rows: list[dict[str, Any]], table: Any) -> None:
-    """Writes NAME.json and NAME.md, and prints the table."""
-    header, body = table(rows)
-    (out / f"{name}.json").write_text(json.dumps(rows, indent=2) + "\n")
-    lines = [header, ["---"] * len(header), *body]
-    (out / f"{name}.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+def report(out: Path, name: str, measured: Iterable[dict[str, Any]], table: Any) -> list[dict[str, Any]]:
+    """Writes NAME.json and NAME.md, anew for each row so that what was measured stays, and prints the table."""
+    rows = []
+    for row in measured:
+        rows.append(row)
+        header, body = table(rows)
+        (out / f"{name}.json").write_text(json.dumps(rows, indent=2) + "\n")
+        lines = [header, ["---"] * len(header), *body]
+        (out / f"{name}.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     shown = Table(*header, box=SIMPLE_HEAD)
     for line in body:
         shown.add_row(*line)
     Console().print(shown)
     print(f"written: {out / name}.json, {out / name}.md")
+    return rows
 
 
 def check_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -23,7 +23,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target
 SERVER = """#!{python}
 import http.server, json, subprocess, sys
 if {broken}:
-    sys.exit("ValueError: no such drafter")
+    sys.exit("(Worker pid=1) ERROR [executor.py:9] ValueError: no such drafter\\nRuntimeError: see root cause above")
 child = subprocess.Popen(["sleep", "60"])
 print(child.pid, flush=True)
 
@@ -122,9 +122,20 @@ def test_the_server_answers_and_ends_with_its_children(tmp_path):
     assert not alive(child)
 
 
+def test_a_run_folder_is_served_without_its_state(tmp_path, monkeypatch):
+    """vLLM would load every .safetensors file of the folder."""
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("config.json", "headstart.json", "model.safetensors", "state.safetensors"):
+        (run / name).write_text(name)
+    (folder,) = script.exported("unused", tmp_path / "out", [run])
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "headstart.json", "model.safetensors"]
+
+
 def test_a_server_that_ends_is_one_line(tmp_path):
     with (
-        pytest.raises(UserError, match=r"ended with status 1; .*plain\.log ends: ValueError: no such drafter"),
+        pytest.raises(UserError, match=r"ended with status 1; .*plain\.log says: .*ValueError: no such drafter$"),
         script.server(options(tmp_path, broken=True), tmp_path, "plain", "float32"),
     ):
         pass

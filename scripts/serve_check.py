@@ -309,7 +309,7 @@ def wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, seconds:
 def cause(log: Path) -> str:
     """The first line of a log that names an error (later ones only say that a process ended), else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if re.search(r"(^|[\])] )\w+Error: ", line)]
+    named = [line for line in lines if re.search(r"(^|[\])] )\w+Error(: |$)", line)]
     return [*named[:1], *lines[-1:], "(empty)"][0][-400:]
 
 

@@ -135,6 +135,8 @@ def check(args: argparse.Namespace, out: Path, dtype: str, folders: Sequence[Pat
         plain, _, _ = ask_all(url, prompts, args.max_new_tokens, args.concurrency)
     for folder in folders:
         drafter = whole_vocabulary(load_drafter(folder, target), target)
+        if drafter.kind not in METHODS:
+            raise UserError(f"{folder}: vLLM has no {drafter.kind} drafter; {', '.join(METHODS)} can be served")
         config = {"method": METHODS[drafter.kind], "model": str(folder), "num_speculative_tokens": args.chain}
         with server(args, out, f"{dtype}-{folder.name}", dtype, speculative=config) as url:
             texts, _, counters = ask_all(url, prompts, args.max_new_tokens, args.concurrency)

@@ -3,9 +3,9 @@
     make table
     python scripts/table.py --tokens 60000 --epochs 3 --prompts 20
 
-Trains each recipe of `RECIPES` on the same text for the same number of epochs, then decodes the same prompts with all of
-them and with the drafters that need no training. Prints the table, writes it as table.md, table.json and table.png beside
-the full report, and goes on where it was when it is run again.
+Trains each recipe of `RECIPES` on the same text for the same number of epochs, then decodes the same prompts with all
+of them and with the drafters that need no training. Prints the table, writes it as table.md, table.json and table.png
+beside the full report, and goes on where it was when it is run again.
 """
 
 import argparse

@@ -12,6 +12,7 @@ from train.objectives import Objective, position_weights
 from train.recipe import ObjectiveOptions
 
 FIRST, CYCLE, T, STEPS = 30, 12, 12, 3
+COMMITTED = T - STEPS
 IDS = torch.arange(FIRST - 5, FIRST + CYCLE)  # draft vocabulary: also tokens that never come
 ROWS = FIRST + (torch.arange(CYCLE)[:, None] + torch.arange(T)) % CYCLE  # (12, 12): each token is the last plus one
 
@@ -62,14 +63,13 @@ def test_each_step_learns_its_own_offset(counting, method):
         learning(ROWS, mask, features, weights)["loss"].backward()
         optimizer.step()
     drafted = [draft(drafter.eval(), row, features, learning.steps) for row in range(CYCLE)]
-    expected = FIRST + (torch.arange(CYCLE)[:, None] + T + torch.arange(learning.steps)) % CYCLE
-    assert torch.equal(torch.stack(drafted), expected)
+    assert torch.equal(torch.stack(drafted), ROWS[:, COMMITTED : COMMITTED + learning.steps])
 
 
 @torch.no_grad()
 def draft(drafter, row, features, steps):
-    """What the decoder gets after the whole row is committed: its last token is not yet read by the target."""
-    state = drafter.begin(T + steps)
-    seen = (None if x is None else x[row : row + 1, :-1] for x in (features.final, features.taps))
-    drafter.extend(state, ROWS[row, 1:], Features(*seen))
+    """What the decoder gets once the first tokens of a row are committed, of which the target has not read the last."""
+    state = drafter.begin(T)
+    seen = (None if x is None else x[row : row + 1, : COMMITTED - 1] for x in (features.final, features.taps))
+    drafter.extend(state, ROWS[row, 1:COMMITTED], Features(*seen))
     return drafter.propose(state, DraftSettings("chain", length=steps)).tokens

@@ -20,11 +20,17 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from decode import engine
 from decode.sampling import SamplingParams
+from drafters.adapter import adapted
 from drafters.base import DraftSettings
 from drafters.target import Target
 
 PLAIN = "plain"
 HF = "hf_generate"
+
+
+def is_plain(name: str) -> bool:
+    """Plain decoding, of the target or (as "plain+NAME") of the one that drafter NAME's adapter makes of it."""
+    return name == PLAIN or name.startswith(f"{PLAIN}+")
 
 
 @dataclass(frozen=True)
@@ -50,26 +56,39 @@ class Run:
 
 @dataclass(frozen=True)
 class Arm:
-    """One competitor: `drafter` None is plain decoding (or `generate`, by the name "hf_generate")."""
+    """One competitor: `drafter` None is plain decoding (or `generate`, by the name "hf_generate").
+
+    A drafter with an adapter brings the adapted target with it; it is compared with that target's own plain decoding.
+    """
 
     name: str
     drafter: Any = None
     settings: DraftSettings = DraftSettings()
+    adapts: Any = None
+    """The drafter whose adapter is on."""
+
+    @property
+    def reference(self) -> str:
+        """The arm that this one is compared with: plain decoding of the same target."""
+        if self.adapts is None:
+            return PLAIN
+        return self.name if self.drafter is None else f"{PLAIN}+{self.name}"
 
     def run(self, target: Target, ids: list[int], sampling: SamplingParams, max_new_tokens: int) -> Run:
         """Time one request on prompt `ids`."""
         _reset_peak(target)
         if self.name == HF:
             return _run_hf(target, ids, sampling, max_new_tokens)
-        result = engine.generate(
-            target,
-            self.drafter,
-            ids,
-            max_new_tokens=max_new_tokens,
-            settings=self.settings,
-            sampling=sampling,
-            profile=True,  # a true split of draft and verify on CUDA, for a synchronization or two a step
-        )
+        with adapted(self.adapts):
+            result = engine.generate(
+                target,
+                self.drafter,
+                ids,
+                max_new_tokens=max_new_tokens,
+                settings=self.settings,
+                sampling=sampling,
+                profile=True,  # a true split of draft and verify on CUDA, for a synchronization or two a step
+            )
         rounds = [
             [r.drafted, r.depth, r.accepted, r.tokens, r.draft_s, r.verify_s, r.other_s, r.total_s]
             for r in result.rounds

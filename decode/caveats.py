@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from decode.arms import HF, PLAIN
+from decode.arms import HF, is_plain
 
 ESTIMATE_TOLERANCE = 0.2
 
@@ -38,6 +38,7 @@ def describe_drafter(drafter: Any) -> dict[str, Any]:
         "tau_estimate": (meta.get("results") or {}).get("tau_estimate"),
         "survival_estimate": (meta.get("results") or {}).get("survival_estimate"),
         "trained_for": (meta.get("target") or {}).get("name"),
+        "choices": dict(getattr(drafter, "counts", None) or {}),  # a router's, over all rounds in this process
         "warnings": list(meta.get("warnings") or ()),  # `load_drafter` compares target fingerprints
     }
 
@@ -57,6 +58,7 @@ def collect_warnings(report: dict[str, Any]) -> list[str]:
         found += _exactness_warnings(name, arm)
     for name, drafter in report["drafters"].items():
         found += [f"{name}: {line}" for line in drafter["warnings"]]
+        found += _adapter_warnings(name, drafter, arms[name])
         found += _estimate_warnings(name, drafter, arms[name], report["settings"].get("draft", {}).get(name, {}))
         found += _speed_warnings(name, arms[name])
     if HF in arms and arms[HF]["speedup"] > 1.05:
@@ -72,16 +74,30 @@ def _exactness_warnings(name: str, arm: dict[str, Any]) -> list[str]:
     match = arm["exact_match"]
     if match is None or match["verdict"] != "FAIL":
         return []
-    if name == PLAIN:
+    if is_plain(name):
         return [
-            "plain decoding gave two different greedy outputs for one prompt: this machine's results can't be compared"
+            f"{name} decoding gave two different greedy outputs for one prompt: "
+            "this machine's results can't be compared"
         ]
     if name == HF:
         return [
             "transformers' generate and our plain decoding differ by more than a near tie: check template and target"
         ]
     gap = "a stop rule" if match["logit_gap"] is None else f"a logit gap of up to {match['logit_gap']:.3g}"
-    return [f"{name} is NOT lossless here: greedy output differs from plain decoding by {gap}; its speedup is void"]
+    return [
+        f"{name} is NOT lossless here: greedy output differs from {arm['reference']} decoding by {gap}; "
+        "its speedup is void"
+    ]
+
+
+def _adapter_warnings(name: str, drafter: dict[str, Any], arm: dict[str, Any]) -> list[str]:
+    if drafter.get("target_kl") is None:
+        return []
+    return [
+        f"{name} CHANGES THE TARGET: it was trained with an adapter, which moves the target's distribution by "
+        f"{drafter['target_kl']:.3g} nats a token (KL); its text is not the original's, and its speedup and exactness "
+        f"are against {arm['reference']}, the adapted target decoded plainly"
+    ]
 
 
 def _estimate_warnings(name: str, drafter: dict[str, Any], arm: dict[str, Any], draft: dict[str, Any]) -> list[str]:

@@ -19,7 +19,10 @@ from torch import Tensor
 from decode.engine import generate
 from decode.prompts import Prompt, load_prompts
 from decode.tree import walk
+from drafters.adapter import adapted
 from drafters.base import Drafter, DraftSettings
+from drafters.combine import Merged
+from drafters.router import Router
 from drafters.target import Features, Target
 
 CONTEXT = 192
@@ -145,9 +148,21 @@ def measure_drafter(
 
 
 def tuned_settings(target: Target, drafter: Drafter, prompts: int = 3) -> DraftSettings:
-    """The setting of greatest expected speedup here, by `tune` on the calibration prompts; prints what it chose."""
-    texts = continuations(target, load_prompts("calibration", limit=prompts), drafter.taps)
-    best = tune(target, drafter, texts)[0]
+    """The setting of greatest expected speedup here, by `tune` on the calibration prompts; prints what it chose.
+
+    A drafter that learns from what the target says (`observe`) can't be counted on a text that is already there: it
+    keeps its own default. Of a router or a merged drafter each part is tuned for itself.
+    """
+    if isinstance(drafter, Router | Merged):
+        drafter.use({name: tuned_settings(target, part, prompts) for name, part in drafter.drafters.items()})
+        assert drafter.default_settings is not None
+        return drafter.default_settings
+    if hasattr(drafter, "observe") and drafter.default_settings:
+        print(f"draft setting for {drafter.kind}: {drafter.default_settings.describe()}, its own default")
+        return drafter.default_settings
+    with adapted(drafter):
+        texts = continuations(target, load_prompts("calibration", limit=prompts), drafter.taps)
+        best = tune(target, drafter, texts)[0]
     print(
         f"draft setting for {drafter.kind}: {best.settings.describe()}; "
         f"expected {best.tau:.2f} tokens a step, {best.speedup:.2f}x plain"

@@ -1,4 +1,4 @@
-"""The decoder: one loop for plain and speculative decoding of one request.
+"""The decoder: one loop for plain and speculative decoding of one request; `decode.batch` drives many of them at once.
 
 A round proposes a draft tree, runs the target once over the last committed token and all nodes, keeps the path that
 the target agrees with plus one token of the target's own, and commits exactly those rows. With no drafter the tree is
@@ -23,7 +23,7 @@ from drafters.cache import KVCache
 from drafters.errors import UserError
 from drafters.target import Features, Target
 
-__all__ = ["DraftSettings", "Generation", "Round", "SamplingParams", "generate"]
+__all__ = ["DraftSettings", "Generation", "Request", "Round", "SamplingParams", "generate"]
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int] | Tensor
 
@@ -65,6 +65,49 @@ class Policy(Protocol):
         """Takes what the last round brought and cost."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """What is to be decoded, and how; `generate` explains the fields."""
+
+    prompt: Prompt
+    max_new_tokens: int = 128
+    settings: DraftSettings | Policy | None = None
+    sampling: SamplingParams = SamplingParams()
+    stop: Sequence[str] = ()
+    eos_token_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows that a request adds to a forward: the last committed token and the nodes drafted after it."""
+
+    ids: Tensor
+    """(n + 1,)"""
+    tree: DraftTree
+    slots: Tensor | None
+    """(n + 1, n + 1) bool, the ancestors of each slot, itself included; None where n is 0."""
+    depths: Tensor | None
+    """(n + 1,), None where n is 0."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a block."""
+
+    emitted: list[int]
+    accepted: int
+    """So many of them were drafted."""
+    path: list[int]
+    """Nodes that the target agreed with, from the root down; the last may lie behind the end of the output."""
+    choices: list[int] | None
+    """The target's token after every slot; None after a sampled chain."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the block to commit."""
+        return [0, *(node + 1 for node in self.path)]
+
+
 @dataclass
 class Generation:
     """What `generate` returns."""
@@ -73,12 +116,14 @@ class Generation:
     """New token ids, the end token included if one was emitted."""
     text: str = ""
     finish: str = "length"
-    """"eos", "stop" or "length"."""
+    """"eos", "stop" or "length"; in a batch also "cancelled" or "error"."""
     prompt_tokens: int = 0
     rounds: list[Round] = field(default_factory=list)
     """Rounds after the prefill, which gives the first token."""
     ttft_s: float = 0.0
     decode_s: float = 0.0
+    error: str = ""
+    """In a batch: why this request failed."""
 
     @property
     def acceptance_length(self) -> float:
@@ -118,128 +163,182 @@ def generate(
     Raises:
         UserError: several prompts, an empty one, ids outside the vocabulary, or more positions than the target has.
     """
-    settings = settings or getattr(drafter, "default_settings", None) or DraftSettings()
-    run = _Run(
-        target, drafter, prompt, max_new_tokens, settings, sampling or SamplingParams(), stop, eos_token_ids, profile
-    )
-    emitted = run.prefill()
+    request = Request(prompt, max_new_tokens, settings, sampling or SamplingParams(), stop, eos_token_ids)
+    run = Decoding(target, drafter, request)
+    run.begin()
+    clock = _synchronized_clock if profile and target.device.type == "cuda" else time.perf_counter
+    cache = target.new_cache(run.capacity)
+    emitted = _prefill(run, cache, clock)
     if callback:
         callback(emitted, 0)
     while not run.done:
-        emitted, accepted = run.round()
+        emitted, accepted = _round(run, cache, clock)
         if callback:
             callback(emitted, accepted)
     return run.finish()
 
 
-class _Run:
-    """State of one request."""
+def _prefill(run: "Decoding", cache: KVCache, clock: Callable[[], float]) -> list[int]:
+    """Reads the prompt; the target's own choice after it is the first token."""
+    start = clock()
+    ids = torch.tensor([run.prompt], device=run.target.device)
+    features = run.target.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], cache, taps=run.taps)
+    cache.commit(ids.shape[1])
+    logits = run.target.head(features.final[0, -1:]).float()  # (1, V): predicts the first new token
+    emitted = run.first(run.choose(None, logits).tolist())
+    run.out.ttft_s = clock() - start
+    if run.drafter is not None and not run.done:
+        tokens = torch.tensor(run.prompt[1:] + emitted, device=ids.device)  # x[t+1] for every prompt position t
+        run.drafter.extend(run.state, tokens, features)
+    run.out.decode_s = clock() - start - run.out.ttft_s
+    return emitted
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        prompt: Prompt,
-        max_new_tokens: int,
-        settings: DraftSettings | Policy,
-        sampling: SamplingParams,
-        stop: Sequence[str],
-        eos_token_ids: Sequence[int] | None,
-        profile: bool,
-    ):
-        self.target, self.drafter, self.sampling = target, drafter, sampling
+
+def _round(run: "Decoding", cache: KVCache, clock: Callable[[], float]) -> tuple[list[int], int]:
+    """One draft, one target forward, one commit; returns the emitted tokens and how many were drafted."""
+    started = clock()
+    tree = run.propose()
+    drafted_at = clock()
+    block = run.prepare(tree)
+    # rotary position: committed length + depth
+    positions = torch.full((len(block.ids),), cache.length, device=block.ids.device)
+    positions = positions if block.depths is None else positions + block.depths
+    mask = None if block.slots is None else block_mask(block.slots, cache.length)
+    features = run.target.forward(block.ids[None], positions[None], cache, mask, run.taps)
+    logits = run.target.head(features.final[0]).float()  # (n + 1, V): slot s predicts what follows it
+    flat = run.choose(block, logits).tolist()
+    verified_at = clock()
+
+    verdict = run.settle(block, flat)
+    cache.commit(len(verdict.rows), verdict.rows)
+    extended = 0.0
+    if run.drafter is not None and not run.done:
+        before = clock()
+        run.drafter.extend(run.state, *run.committed(features, verdict))
+        extended = clock() - before
+    total, draft, verify = clock() - started, drafted_at - started + extended, verified_at - drafted_at
+    run.record(block, verdict, draft, verify, total)
+    return verdict.emitted, verdict.accepted
+
+
+class Decoding:
+    """One request while it is decoded: what it drafts, keeps and emits; forwards and caches belong to its driver.
+
+    Raises:
+        UserError: see `generate`.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None, request: Request):
+        self.target, self.drafter, self.sampling = target, drafter, request.sampling
+        settings = request.settings or getattr(drafter, "default_settings", None) or DraftSettings()
         self.policy = None if isinstance(settings, DraftSettings) else settings
         self.settings = settings if isinstance(settings, DraftSettings) else DraftSettings()
-        self.prompt = prompt_ids(target, prompt)
-        self.max_new_tokens, self.stop = max_new_tokens, tuple(s for s in stop if s)
+        self.prompt = prompt_ids(target, request.prompt)
+        self.max_new_tokens, self.stop = request.max_new_tokens, tuple(s for s in request.stop if s)
         self.observer = getattr(drafter, "observe", None)
         nodes = settings.nodes if drafter is not None else 0
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={max_new_tokens}: at least 1 is allowed")
-        if len(self.prompt) + max_new_tokens > target.max_positions:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={self.max_new_tokens}: at least 1 is allowed")
+        if len(self.prompt) + self.max_new_tokens > target.max_positions:
             raise UserError(
-                f"prompt of {len(self.prompt)} tokens + max_new_tokens={max_new_tokens} exceed the target's "
+                f"prompt of {len(self.prompt)} tokens + max_new_tokens={self.max_new_tokens} exceed the target's "
                 f"{target.max_positions} positions; lower max_new_tokens or shorten the prompt"
             )
-        self.eos = frozenset(target.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.eos = frozenset(target.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids)
         self.eos_tensor = torch.tensor(sorted(self.eos), device=target.device, dtype=torch.long)
-        self.generator = torch.Generator(target.device).manual_seed(sampling.seed)
-        self.capacity = len(self.prompt) + max_new_tokens + nodes + 1
-        self.cache: KVCache = target.new_cache(self.capacity)
-        rows = len(self.prompt) + max_new_tokens + settings.rows
-        self.state: Any = drafter.begin(rows) if drafter is not None else None
+        self.generator = torch.Generator(target.device).manual_seed(self.sampling.seed)
+        self.capacity = len(self.prompt) + self.max_new_tokens + nodes + 1
+        self.draft_rows = len(self.prompt) + self.max_new_tokens + settings.rows
+        self.state: Any = None
         self.taps = drafter.taps if drafter is not None else ()
         self.seen: Tensor | None = None  # (V,) tokens of the committed prefix, for the repetition penalty
+        if self.sampling.repetition_penalty != 1.0:
+            self.seen = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
+            self.seen[torch.tensor(self.prompt, device=target.device)] = True
         self.out = Generation([], prompt_tokens=len(self.prompt))
         self.done = False
-        on_cuda = profile and target.device.type == "cuda"
-        self.clock = _synchronized_clock if on_cuda else time.perf_counter
 
-    def prefill(self) -> list[int]:
-        """Reads the prompt; the target's own choice after it is the first token."""
-        start = self.clock()
-        ids = torch.tensor([self.prompt], device=self.target.device)
-        if self.sampling.repetition_penalty != 1.0:
-            self.seen = torch.zeros(self.target.vocab_size, dtype=torch.bool, device=ids.device)
-            self.seen[ids[0]] = True
-        features = self.target.forward(
-            ids, torch.arange(ids.shape[1], device=ids.device)[None], self.cache, taps=self.taps
-        )
-        self.cache.commit(ids.shape[1])
-        logits = self.target.head(features.final[0, -1:]).float()  # (1, V): predicts the first new token
-        choice = self._choose(logits, None, None)
-        emitted = self._emit(choice.tolist())
-        self.out.ttft_s = self.clock() - start
-        if self.drafter is not None and not self.done:
-            tokens = torch.cat([ids[0, 1:], choice])  # x[t+1] for every prompt position t
-            self.drafter.extend(self.state, tokens, features)
-        self.out.decode_s = self.clock() - start - self.out.ttft_s
-        return emitted
+    def begin(self) -> None:
+        """Makes the drafter's state; not before the request is served, for it takes memory."""
+        if self.drafter is not None:
+            self.state = self.drafter.begin(self.draft_rows)
 
-    def round(self) -> tuple[list[int], int]:
-        """One draft, one target forward, one commit; returns the emitted tokens and how many were drafted."""
-        started = self.clock()
-        tree = self._propose()
-        drafted_at = self.clock()
-        device = self.target.device
-        root = torch.tensor(self.out.tokens[-1:], device=device)
-        ids = torch.cat([root, tree.tokens])  # (n + 1,)
-        mask = depths = slots = None
-        if len(ids) > 1:
-            slots = ancestors(tree.parents, min(len(tree.tokens), self.settings.length))
-            mask = block_mask(slots, self.cache.length)
-            depths = slots.sum(1) - 1
-        positions = torch.full(
-            (len(ids),), self.cache.length, device=device
-        )  # rotary position: committed length + depth
-        positions = positions if depths is None else positions + depths
-        features = self.target.forward(ids[None], positions[None], self.cache, mask, self.taps)
-        logits = self.target.head(features.final[0]).float()  # (n + 1, V): slot s predicts what follows it
-        path, bonus, choices = self._verify(logits, tree, ids, slots, depths)
-        verified_at = self.clock()
+    def propose(self) -> DraftTree:
+        """The drafter's guesses for the next round."""
+        if self.drafter is None:
+            return DraftTree.empty(self.target.device)
+        return self.drafter.propose(self.state, self.draft_settings(), self.sampling.temperature, self.generator)
 
-        emitted = self._emit([tokens for _, tokens in path] + [bonus])
-        rows = [0, *(node + 1 for node, _ in path)]
-        self.cache.commit(len(rows), rows)
-        extended = 0.0
-        if self.drafter is not None and not self.done:
-            before = self.clock()
-            kept = slice(0, len(rows)) if rows == list(range(len(rows))) else rows
-            taps = None if features.taps is None else features.taps[:, kept]
-            tokens = torch.tensor(emitted, device=device)
-            self.drafter.extend(self.state, tokens, Features(features.final[:, kept], taps))
-            extended = self.clock() - before
-        accepted = min(len(path), len(emitted))
-        total, draft, verify = self.clock() - started, drafted_at - started + extended, verified_at - drafted_at
-        depth = 0 if depths is None else int(depths.max())
-        round = Round(len(tree.tokens), depth, accepted, len(emitted), draft, verify, total - draft - verify)
+    def draft_settings(self) -> DraftSettings:
+        """How much to draft in the next round."""
+        if self.policy is not None:
+            self.settings = self.policy.choose()
+        # the target adds a token of its own: drafts past the limit could never be emitted
+        room = min(self.settings.length, self.max_new_tokens - len(self.out.tokens) - 1)
+        return self.settings if room == self.settings.length else _shortened(self.settings, room)
+
+    def prepare(self, tree: DraftTree) -> Block:
+        """The rows that verify this tree."""
+        root = torch.tensor(self.out.tokens[-1:], device=self.target.device)
+        if not len(tree.tokens):
+            return Block(root, tree, None, None)
+        slots = ancestors(tree.parents, min(len(tree.tokens), self.settings.length))
+        return Block(torch.cat([root, tree.tokens]), tree, slots, slots.sum(1) - 1)
+
+    def choose(self, block: Block | None, logits: Tensor) -> Tensor:
+        """Verifies a block on the device; the result goes to the host in one transfer and then to `settle`.
+
+        Args:
+            block: None after the prompt.
+            logits: (n + 1, V) float32; slot s predicts what follows it.
+        """
+        ids, slots, depths = (None, None, None) if block is None else (block.ids, block.slots, block.depths)
+        logits = self._penalized(logits, ids, slots, depths)
+        if block is not None and block.tree.q is not None and not self.sampling.greedy:
+            p = distribution(logits, self.sampling)
+            count, bonus = verify_sampled_chain(block.tree.tokens, block.tree.q.float(), p, self.generator)
+            return torch.cat([count, bonus, block.tree.tokens])
+        greedy = self.sampling.greedy
+        choices = logits.argmax(-1) if greedy else draw(distribution(logits, self.sampling), self.generator)
+        if block is None or slots is None:
+            return choices
+        return torch.cat([choices, block.tree.tokens, block.tree.parents])
+
+    def first(self, flat: list[int]) -> list[int]:
+        """Emits the target's token after the prompt."""
+        return self._emit(flat)
+
+    def settle(self, block: Block, flat: list[int]) -> Verdict:
+        """Emits what the target agreed with and its own token after it; `flat` is what `choose` gave."""
+        n = len(block.tree.tokens)
+        if block.tree.q is not None and not self.sampling.greedy:
+            kept, bonus, *tokens = flat
+            path, choices = list(range(kept)), None
+        else:
+            choices, tokens = flat[: n + 1], flat[n + 1 : 2 * n + 1]
+            path, bonus = walk(choices, tokens, flat[2 * n + 1 :])
+        emitted = self._emit([tokens[node] for node in path] + [bonus])
+        return Verdict(emitted, min(len(path), len(emitted)), path, choices)
+
+    def committed(self, features: Features, verdict: Verdict) -> tuple[Tensor, Features]:
+        """What the drafter is told: the emitted tokens, and the block's features of the position before each."""
+        rows = verdict.rows
+        kept = slice(0, len(rows)) if rows == list(range(len(rows))) else rows
+        taps = None if features.taps is None else features.taps[:, kept]
+        return torch.tensor(verdict.emitted, device=self.target.device), Features(features.final[:, kept], taps)
+
+    def record(self, block: Block, verdict: Verdict, draft_s: float, verify_s: float, total_s: float) -> None:
+        """Notes a round, and tells policy and drafter what came of it."""
+        drafted = len(block.tree.tokens)
+        depth = 0 if block.depths is None else int(block.depths.max())
+        other = total_s - draft_s - verify_s
+        round = Round(drafted, depth, verdict.accepted, len(verdict.emitted), draft_s, verify_s, other)
         self.out.rounds.append(round)
-        self.out.decode_s += total
+        self.out.decode_s += total_s
         if self.policy is not None:
             self.policy.observe(round)
         if self.observer is not None:
-            self.observer(self.state, Outcome(tree, choices, [node for node, _ in path[:accepted]], total))
-        return emitted, accepted
+            self.observer(self.state, Outcome(block.tree, verdict.choices, verdict.path[: verdict.accepted], total_s))
 
     def finish(self) -> Generation:
         """The result, with its text."""
@@ -248,42 +347,6 @@ class _Run:
         ends = [text.index(s) for s in self.stop if s in text]
         self.out.text = text[: min(ends)] if ends and self.out.finish == "stop" else text
         return self.out
-
-    def _propose(self) -> DraftTree:
-        if self.drafter is None:
-            return DraftTree.empty(self.target.device)
-        if self.policy is not None:
-            self.settings = self.policy.choose()
-        # the target adds a token of its own: drafts past the limit could never be emitted
-        room = min(self.settings.length, self.max_new_tokens - len(self.out.tokens) - 1)
-        settings = self.settings if room == self.settings.length else _shortened(self.settings, room)
-        return self.drafter.propose(self.state, settings, self.sampling.temperature, self.generator)
-
-    def _verify(
-        self, logits: Tensor, tree: DraftTree, ids: Tensor, slots: Tensor | None, depths: Tensor | None
-    ) -> tuple[list[tuple[int, int]], int, list[int] | None]:
-        """Accepted (node, token) pairs from the root down, the bonus token, and the target's choice at every slot.
-
-        One transfer to the host.
-        """
-        if tree.q is not None and not self.sampling.greedy:
-            p = distribution(self._penalized(logits, ids, slots, depths), self.sampling)
-            count, bonus = verify_sampled_chain(tree.tokens, tree.q.float(), p, self.generator)
-            kept, last, *tokens = torch.cat([count, bonus, tree.tokens]).tolist()
-            return list(enumerate(tokens[:kept])), last, None
-        n = len(tree.tokens)
-        choices = self._choose(self._penalized(logits, ids, slots, depths))
-        flat = torch.cat([choices, tree.tokens, tree.parents]).tolist() if n else choices.tolist()
-        tokens = flat[n + 1 : 2 * n + 1]
-        path, last = walk(flat[: n + 1], tokens, flat[2 * n + 1 :])
-        return [(node, tokens[node]) for node in path], last, flat[: n + 1]
-
-    def _choose(self, logits: Tensor, ids: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
-        if ids is None and slots is None and len(self.out.tokens) == 0:
-            logits = self._penalized(logits, None, None, None)
-        if self.sampling.greedy:
-            return logits.argmax(-1)
-        return draw(distribution(logits, self.sampling), self.generator)
 
     def _penalized(self, logits: Tensor, ids: Tensor | None, slots: Tensor | None, depths: Tensor | None) -> Tensor:
         """Penalties by each slot's own prefix: the committed tokens and its path in the tree."""

@@ -22,18 +22,21 @@ import torch
 from tqdm import tqdm
 
 from decode import stats
-from decode.arms import HF, PLAIN, Arm, Run
+from decode.arms import HF, PLAIN, Arm, Run, is_plain
 from decode.caveats import collect_warnings, describe_drafter, meta_of
 from decode.environment import environment, load_average
-from decode.exactness import calibrate_epsilon, compare
+from decode.exactness import calibrate_epsilon, compare, target_kl
 from decode.prompts import Prompt
 from decode.sampling import SamplingParams
+from drafters.adapter import adapted
 from drafters.base import DraftSettings
 from drafters.errors import UserError
 from drafters.target import Target
 
 CONVENTIONS = {
     "speedup": "time per token of plain over the arm's, end to end (prefill + decoding), pooled over prompts and runs",
+    "reference": "the plain arm that speedup and exactness are against; plain+NAME is NAME's adapted target",
+    "target_kl": "KL(original || adapted target) on plain's outputs, mean over tokens, in nats; null: target unchanged",
     "speedup_ci95": "95% percentile interval of a paired bootstrap over prompts, 10,000 resamples, seed 0",
     "tau": "tokens per target step after prefill, the target's own token (bonus) included, pooled over steps",
     "tau_macro": "mean of each request's tau",
@@ -102,8 +105,8 @@ def evaluate(
     for arm in arms:
         for record in records:
             record["arms"][arm.name] = [Run(**run) for run in record["arms"][arm.name]]
-    summaries = [summarize(arm.name, records) for arm in arms]
-    _add_exactness(target, summaries, records, requests, sampling, described)
+    summaries = [summarize(arm.name, records, arm.reference) for arm in arms]
+    _add_exactness(target, arms, summaries, records, requests, sampling, described)
     facts |= {"load_before": load_before, "load_after": load_average()}
     report: dict[str, Any] = {
         "environment": facts,
@@ -114,7 +117,11 @@ def evaluate(
         },
         "settings": described | {"conventions": CONVENTIONS},
         "prompts": {"name": prompts_name, "count": len(prompts)},
-        "drafters": {arm.name: describe_drafter(arm.drafter) for arm in arms if arm.drafter is not None},
+        "drafters": {
+            arm.name: describe_drafter(arm.drafter) | {"target_kl": _moved(target, arm, records, requests)}
+            for arm in arms
+            if arm.drafter is not None
+        },
         "arms": summaries,
     }
     report["warnings"] = collect_warnings(report)
@@ -131,8 +138,8 @@ def _check(drafters: Mapping[str, Any], prompts: Sequence[Prompt], runs: int, ma
         raise UserError(
             f"max_new_tokens={max_new_tokens}: the first token comes from prefill, so at least 2 are needed"
         )
-    for name in (PLAIN, HF):
-        if name in drafters:
+    for name in drafters:
+        if is_plain(name) or name == HF:
             raise UserError(f"a drafter can't be named {name!r}, that is an arm of its own; use NAME=DIR")
 
 
@@ -142,7 +149,11 @@ def _arms(
     arms = [Arm(PLAIN)]
     for name, drafter in drafters.items():
         chosen = settings if isinstance(settings, DraftSettings) else (settings or {}).get(name)
-        arms.append(Arm(name, drafter, chosen or getattr(drafter, "default_settings", None) or DraftSettings()))
+        chosen = chosen or getattr(drafter, "default_settings", None) or DraftSettings()
+        adapts = drafter if getattr(drafter, "adapter", None) is not None else None
+        if adapts is not None:
+            arms.append(Arm(f"{PLAIN}+{name}", adapts=adapts))
+        arms.append(Arm(name, drafter, chosen, adapts))
     return [*arms, Arm(HF)] if hf_generate else arms
 
 
@@ -227,6 +238,8 @@ def identity(drafter: Any) -> str | None:
     if drafter is None:
         return None
     digest = hashlib.sha256(type(drafter).__qualname__.encode())
+    parts = getattr(drafter, "drafters", {})  # of a router or a merged drafter
+    digest.update(json.dumps({name: identity(part) for name, part in parts.items()}).encode())
     plain = {k: v for k, v in vars(drafter).items() if isinstance(v, int | float | str | tuple)}
     digest.update(json.dumps([plain, meta_of(drafter)], sort_keys=True, default=str).encode())
     if isinstance(drafter, torch.nn.Module):
@@ -239,16 +252,17 @@ def identity(drafter: Any) -> str | None:
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
-def summarize(name: str, records: Records) -> dict[str, Any]:
-    """Statistics of one arm over records whose runs are `Run`s; `exact_match` is filled in by the caller."""
+def summarize(name: str, records: Records, reference: str = PLAIN) -> dict[str, Any]:
+    """Statistics of one arm over records whose runs are `Run`s, against another; the caller fills in `exact_match`."""
     runs: list[Run] = [run for r in records for run in r["arms"][name]]
     by_run = [stats.steps_of(run.rounds, run.prompt_tokens, run.finish) for run in runs]
     steps = [step for steps in by_run for step in steps]
     tokens = sum(len(run.tokens) for run in runs)
     forwards = len(steps) + len(runs) if name != HF else tokens  # one prefill a request gives its first token
-    pairs = _pairs(name, records)
+    pairs = _pairs(name, records, reference)
     return {
         "name": name,
+        "reference": reference,
         "tokens_per_second": tokens / sum(run.seconds for run in runs),
         "speedup": stats.speedup(*pairs),
         "speedup_ci95": stats.paired_bootstrap(*pairs),
@@ -267,13 +281,13 @@ def summarize(name: str, records: Records) -> dict[str, Any]:
         "cost_split": stats.cost_split(steps),
         "peak_memory_mb": max(run.peak_memory_mb for run in runs),
         "exact_match": None,
-        "by_category": _by_category(name, records),
+        "by_category": _by_category(name, records, reference),
         "acceptance_by_context": stats.acceptance_by_context(steps),
     }
 
 
-def _pairs(name: str, records: Records) -> tuple[list[float], list[int], list[float], list[int]]:
-    """Per prompt, summed over its runs: plain's seconds and tokens, the arm's seconds and tokens."""
+def _pairs(name: str, records: Records, reference: str) -> tuple[list[float], list[int], list[float], list[int]]:
+    """Per prompt, summed over its runs: the reference's seconds and tokens, the arm's seconds and tokens."""
 
     def seconds(arm: str) -> list[float]:
         return [sum(run.seconds for run in r["arms"][arm]) for r in records]
@@ -281,10 +295,10 @@ def _pairs(name: str, records: Records) -> tuple[list[float], list[int], list[fl
     def tokens(arm: str) -> list[int]:
         return [sum(len(run.tokens) for run in r["arms"][arm]) for r in records]
 
-    return seconds(PLAIN), tokens(PLAIN), seconds(name), tokens(name)
+    return seconds(reference), tokens(reference), seconds(name), tokens(name)
 
 
-def _by_category(name: str, records: Records) -> dict[str, dict[str, Any]]:
+def _by_category(name: str, records: Records, reference: str) -> dict[str, dict[str, Any]]:
     groups: dict[str, Records] = {}
     for record in records:
         if record["category"] is not None:
@@ -295,7 +309,7 @@ def _by_category(name: str, records: Records) -> dict[str, dict[str, Any]]:
         steps = [s for run in runs for s in stats.steps_of(run.rounds, run.prompt_tokens, run.finish)]
         table[category] = {
             "tokens_per_second": sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs),
-            "speedup": stats.speedup(*_pairs(name, members)),
+            "speedup": stats.speedup(*_pairs(name, members, reference)),
             "tau": stats.tau(steps),
             "prompts": len(members),
         }
@@ -304,22 +318,31 @@ def _by_category(name: str, records: Records) -> dict[str, dict[str, Any]]:
 
 def _add_exactness(
     target: Target,
+    arms: Sequence[Arm],
     summaries: list[dict[str, Any]],
     records: Records,
     requests: Mapping[str, list[int]],
     sampling: SamplingParams,
     described: dict[str, Any],
 ) -> None:
-    """Fill in `exact_match` (greedy only); plain is held against its own second run."""
+    """Fill in `exact_match` (greedy only); plain is held against its own second run, an adapted arm against its own."""
     if sampling.temperature > 0:
         return
     samples = [(requests[r["id"]], r["arms"][PLAIN][0].tokens) for r in records[:3]]
     epsilon = calibrate_epsilon(target, samples)
     described["near_tie_epsilon"] = epsilon
-    for summary in summaries:
-        index = -1 if summary["name"] == PLAIN else 0
-        cases = [(r["id"], requests[r["id"]], r["arms"][PLAIN][0], r["arms"][summary["name"]][index]) for r in records]
-        summary["exact_match"] = compare(target, sampling, cases, epsilon)
+    for arm, summary in zip(arms, summaries, strict=True):
+        index = -1 if is_plain(arm.name) else 0
+        cases = [(r["id"], requests[r["id"]], r["arms"][arm.reference][0], r["arms"][arm.name][index]) for r in records]
+        with adapted(arm.adapts):
+            summary["exact_match"] = compare(target, sampling, cases, epsilon)
+
+
+def _moved(target: Target, arm: Arm, records: Records, requests: Mapping[str, list[int]]) -> float | None:
+    """How far the arm's adapter moved the target on the original's own answers, in nats a token; None without one."""
+    if arm.adapts is None:
+        return None
+    return target_kl(target, arm.adapts, [(requests[r["id"]], r["arms"][PLAIN][0].tokens) for r in records])
 
 
 def outputs(target: Target, prompts: Sequence[Prompt], records: Records, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor,
 
 from decode.arms import Run
 from decode.sampling import SamplingParams
+from drafters.adapter import adapted
 from drafters.target import Target
 
 FP32_EPSILON = 1e-3
@@ -83,6 +84,26 @@ def calibrate_epsilon(target: Target, samples: Sequence[tuple[list[int], list[in
         difference = whole.gather(1, top) - torch.stack(stepped).gather(1, top)
         worst = max(worst, float(difference.abs().max()))
     return max(2 * worst, FP32_EPSILON)
+
+
+@torch.inference_mode()
+def target_kl(target: Target, drafter: Any, samples: Sequence[tuple[list[int], list[int]]]) -> float:
+    """How far a drafter's adapter moves the target: KL(original || adapted), mean over output tokens, in nats.
+
+    Args:
+        target: the original.
+        drafter: whose adapter it is.
+        samples: (prompt ids, the original's plain output) pairs.
+    """
+    total, count = 0.0, 0
+    for prompt, output in samples:
+        ids = [*prompt, *output[:-1]]
+        log_p = teacher_forced_logits(target, ids, len(output)).log_softmax(-1)  # (n, V)
+        with adapted(drafter):
+            log_q = teacher_forced_logits(target, ids, len(output)).log_softmax(-1)
+        total += float((log_p.exp() * (log_p - log_q)).sum())
+        count += len(output)
+    return total / max(1, count)
 
 
 def compare(

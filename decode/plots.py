@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from decode.arms import HF, PLAIN
+from decode.arms import HF, is_plain
 
 INK = "#010203"  # stands for the page's text color; replaced by currentColor
 COLORS = ("#2f81d6", "#d9822b", "#3a9d5d", "#b35bbd", "#c9485b", "#5aa7a7", "#8c7a3d")  # legible on white and on black
@@ -18,7 +18,7 @@ PARTS = ("draft", "verify", "other")
 
 def draw(report: dict[str, Any]) -> list[tuple[str, str]]:
     """(caption, SVG) of each plot that has something to show."""
-    arms = [a for a in report["arms"] if a["name"] != PLAIN]
+    arms = [a for a in report["arms"] if not is_plain(a["name"])]
     drafters = [a for a in arms if a["name"] != HF]
     color = {arm["name"]: COLORS[i % len(COLORS)] for i, arm in enumerate(arms)}
     drawn: list[tuple[str, str]] = []

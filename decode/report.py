@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from decode.arms import HF, PLAIN
+from decode.arms import HF, PLAIN, is_plain
 from decode.plots import PARTS, draw
 
 CSS = """
@@ -91,9 +91,14 @@ def render_html(report: dict[str, Any], outputs: Sequence[dict[str, Any]]) -> st
 """
 
 
+def is_drafter(arm: dict[str, Any]) -> bool:
+    """Whether an arm is a drafter's."""
+    return arm["name"] != HF and not is_plain(arm["name"])
+
+
 def best_drafter(report: dict[str, Any]) -> dict[str, Any] | None:
     """The drafter arm with the highest speedup; lossy arms count only if there is no other."""
-    arms = [a for a in report["arms"] if a["name"] not in (PLAIN, HF)]
+    arms = [a for a in report["arms"] if is_drafter(a)]
     sound = [a for a in arms if not (a["exact_match"] and a["exact_match"]["verdict"] == "FAIL")]
     return max(sound or arms, key=lambda a: a["speedup"], default=None)
 
@@ -101,13 +106,14 @@ def best_drafter(report: dict[str, Any]) -> dict[str, Any] | None:
 def headline(report: dict[str, Any]) -> str:
     """The result in words."""
     best = best_drafter(report)
-    plain = next(a for a in report["arms"] if a["name"] == PLAIN)
+    reference = PLAIN if best is None else best["reference"]
+    plain = next(a for a in report["arms"] if a["name"] == reference)
     if best is None:
         return f"Plain decoding: {plain['tokens_per_second']:.1f} tokens/s; no drafter was measured."
     low_high = best["speedup_ci95"]
     interval = "" if low_high is None else f" (95% interval {low_high[0]:.2f} to {low_high[1]:.2f})"
     return (
-        f"{best['name']}: {best['speedup']:.2f}x the speed of plain decoding{interval}, "
+        f"{best['name']}: {best['speedup']:.2f}x the speed of {reference} decoding{interval}, "
         f"{best['tokens_per_second']:.1f} tokens/s against {plain['tokens_per_second']:.1f}, "
         f"{best['tau']:.2f} tokens per target step."
     )
@@ -124,13 +130,13 @@ COLUMNS = (
 def arm_row(arm: dict[str, Any]) -> list[str]:
     """One arm's cells, as in `COLUMNS`; a drafter slower than plain is marked."""
     interval, split, match, tpot = arm["speedup_ci95"], arm["cost_split"], arm["exact_match"], arm["tpot_ms"]
-    slow = " (slower)" if arm["speedup"] < 1 and arm["name"] not in (PLAIN, HF) else ""
+    slow = " (slower)" if arm["speedup"] < 1 and is_drafter(arm) else ""
     own = arm["name"] != HF  # generate reports no steps
     return [
         arm["name"],
         f"{arm['tokens_per_second']:.1f}",
         f"{arm['speedup']:.2f}x{slow}",
-        "" if interval is None or arm["name"] == PLAIN else f"{interval[0]:.2f} to {interval[1]:.2f}",
+        "" if interval is None or is_plain(arm["name"]) else f"{interval[0]:.2f} to {interval[1]:.2f}",
         f"{arm['speedup_median']:.2f}x",
         f"{arm['tau']:.2f}" if own else "",
         f"{arm['accepted_per_step']:.2f}" if own else "",
@@ -150,7 +156,7 @@ def arms_table(report: dict[str, Any]) -> str:
 
 def category_table(report: dict[str, Any]) -> str:
     """Speedup and tau of each drafter by category as HTML."""
-    arms = [a for a in report["arms"] if a["name"] not in (PLAIN, HF) and a["by_category"]]
+    arms = [a for a in report["arms"] if is_drafter(a) and a["by_category"]]
     if not arms:
         return "<p>The prompts name no category.</p>"
     header = ["category", "prompts", *(f"{a['name']}: {what}" for a in arms for what in ("speedup", "tau", "tokens/s"))]
@@ -179,8 +185,19 @@ def print_table(report: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(*(row[index] for index in shown))
     console.print(headline(report), markup=False, highlight=False)
     console.print(table)
+    for name, drafter in report["drafters"].items():
+        if chosen := choices(drafter):
+            console.print(f"{name} chose {chosen}", markup=False, highlight=False)
     for warning in report["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+
+
+def choices(drafter: dict[str, Any]) -> str:
+    """How often a router chose each of its drafters, in words; empty for other drafters."""
+    counts = drafter.get("choices") or {}
+    total = sum(counts.values())
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    return "; ".join(f"{name} {count} times ({count / total:.0%})" for name, count in ranked)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -198,13 +215,16 @@ def _facts(facts: dict[str, Any]) -> str:
 
 
 def _drafters(report: dict[str, Any]) -> str:
-    header = ("drafter", "kind", "training samples", "training tokens", "tau in training", "expected tau", "tau here")
+    header = (
+        "drafter", "kind", "training samples", "training tokens", "tau in training", "expected tau",
+        "target moved (KL, nats)", "tau here", "chosen",
+    )  # fmt: skip
     arms = {arm["name"]: arm for arm in report["arms"]}
-    keys = ("kind", "training_samples", "training_tokens", "tau_estimate", "expected_tau")
+    keys = ("kind", "training_samples", "training_tokens", "tau_estimate", "expected_tau", "target_kl")
     rows = []
     for name, drafter in report["drafters"].items():
         cells = ["" if drafter.get(k) is None else str(drafter[k]) for k in keys]
-        rows.append([name, *cells, f"{arms[name]['tau']:.2f}"])
+        rows.append([name, *cells, f"{arms[name]['tau']:.2f}", choices(drafter)])
     return _table(header, rows)
 
 

@@ -37,6 +37,13 @@ class DraftTree:
         return DraftTree(tokens, torch.arange(-1, len(tokens) - 1, device=tokens.device), q)
 
 
+def draw_draft(logits: Tensor, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """One draft a row from the drafter's own distribution: (N, Vd) logits -> (N,) draft ids, and that q, (N, Vd)."""
+    q = torch.softmax(logits.float() / temperature, dim=-1)
+    noise = torch.empty_like(q).exponential_(generator=generator)
+    return (q / noise).argmax(-1), q
+
+
 @dataclass(frozen=True)
 class DraftSettings:
     """How much a drafter proposes each round."""
@@ -116,9 +123,15 @@ class Outcome:
 
 
 class Drafter(Protocol):
-    """The contract. A drafter may also have `observe(state, outcome)`, which the engine calls last in every round.
+    """The contract. One drafter serves many requests, each through a state of its own.
 
-    One drafter serves one request at a time through a state of its own making.
+    A drafter may also have
+
+    - `observe(state, outcome)`, which the engine calls last in every round;
+    - `propose_batch(states, settings, temperatures, generators)` and `extend_batch(states, tokens, features)`, which do
+      for many requests at once, lists in the same order, what `propose` and `extend` do for one;
+    - `fork(state, rows, capacity)`: a new state that has read the first `rows` tokens and features that `state` has
+      read, so that requests with a common prompt prefix can share the target's work on it.
     """
 
     kind: str

@@ -9,10 +9,11 @@ from transformers import LlamaConfig
 
 from drafters.eagle import EagleConfig, EagleDrafter
 from drafters.errors import UserError
+from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.target import Target
 
-TrainedDrafter = EagleDrafter | MedusaDrafter
+TrainedDrafter = EagleDrafter | MedusaDrafter  # HydraDrafter is a MedusaDrafter
 
 
 def build_medusa(
@@ -22,8 +23,9 @@ def build_medusa(
     layers: int = 1,
     warm_head: bool = True,
     zero_blocks: bool = True,
+    kind: str = "medusa",
 ) -> MedusaDrafter:
-    """Medusa heads; warm, head k starts as the target's own head.
+    """Medusa or Hydra heads; warm, head k starts as the target's own head.
 
     Args:
         target: what they will serve.
@@ -31,10 +33,12 @@ def build_medusa(
         heads: K.
         layers: residual blocks a head.
         warm_head: copy the target's head rows into every head.
-        zero_blocks: start every residual block as the identity.
+        zero_blocks: start every residual block as the identity on the hidden state.
+        kind: "medusa" or "hydra".
     """
+    drafter_class = HydraDrafter if kind == "hydra" else MedusaDrafter
     Vd = target.vocab_size if draft_ids is None else len(draft_ids)
-    drafter = MedusaDrafter(MedusaConfig(heads, layers, target.hidden_size, target.vocab_size, Vd), draft_ids)
+    drafter = drafter_class(MedusaConfig(heads, layers, target.hidden_size, target.vocab_size, Vd), draft_ids)
     with torch.no_grad():
         for head in drafter.heads:
             for block in head[:-1] if zero_blocks else ():
@@ -42,7 +46,7 @@ def build_medusa(
                 block.linear.bias.zero_()
             if warm_head:
                 head[-1].weight.copy_(_head_rows(target, draft_ids))
-    return drafter.float()
+    return drafter.float().bind(target)
 
 
 def build_eagle(

@@ -1,8 +1,9 @@
 """A drafter's folder: the portable raw layout that servers load, plus `headstart.json` with what no server reads.
 
-EAGLE-3 and EAGLE-1 follow SafeAILab's raw layout, Medusa the reference names that vLLM (>= 0.26) reads. Saving re-opens
-the files, compares every name, shape and dtype with an exact table, rebuilds the drafter from them alone and compares
-logits before it reports success.
+EAGLE-3 and EAGLE-1 follow SafeAILab's raw layout, Medusa the reference names that vLLM (>= 0.26) reads; Hydra has
+Medusa's names and a wider first block, and is for this decoder only: no server loads it. Saving re-opens the files,
+compares every name, shape and dtype with an exact table, rebuilds the drafter from them alone and compares logits
+before it reports success.
 """
 
 import shutil
@@ -13,17 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from drafters.adapter import ADAPTER, read_adapter
 from drafters.base import DraftSettings
 from drafters.build import TrainedDrafter
 from drafters.eagle import EagleConfig, EagleDrafter
 from drafters.errors import UserError
 from drafters.files import CONFIG, META, WEIGHTS, read_folder, read_json, read_weights, write_json
+from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.packing import pack_linears
 from drafters.readers import EAGLE_FLAGS, TAPS, Checkpoint, read_checkpoint
@@ -58,6 +62,10 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
         if drafter.kind == "eagle1" and drafter.draft_ids is not None:
             # servers know no draft vocabulary in this layout, and refuse tensors they do not know
             sidecar["draft_ids"] = drafter.draft_ids.tolist()
+        adapter = getattr(drafter, "adapter", None)
+        if adapter is not None:
+            adapter.save(temporary / ADAPTER)
+            sidecar["adapter"] = ADAPTER
         write_json(temporary / META, sidecar)
         _prove(drafter, temporary, target)
         _replace(temporary, folder)
@@ -73,6 +81,7 @@ def load_drafter(
 
     Args:
         folder: written by `save_drafter` or `drafters.export`, or a published checkpoint (see `drafters.readers`).
+            An adapter in it is read too, and applied by `drafters.adapter.adapted`.
         target: the model it will serve. Another fingerprint is a warning (on stderr, and in `meta["warnings"]`).
         pack: prepack its linear products if the target's are; not for training, which would go past them.
         dtype: of its weights; None: the target's. Training and export keep float32.
@@ -104,6 +113,11 @@ def load_drafter(
     if target.is_packed and pack:
         pack_linears(drafter, target.dtype)
     meta["warnings"] = found.warnings + _mismatches(meta.get("target"), target)
+    if isinstance(drafter, MedusaDrafter) and (meta.get("adapter") or (folder / ADAPTER).is_dir()):
+        drafter.adapter = read_adapter(folder / ADAPTER, target)
+        meta["adapter"] = drafter.adapter.digest()
+        if (meta.get("target") or {}).get("weights") != target.fingerprint["weights"]:
+            meta["warnings"].append("its adapter was trained on other weights than this target's; expect poor text")
     for line in meta["warnings"]:
         print(f"warning: {folder}: {line}", file=sys.stderr)
     return drafter.bind(target)
@@ -117,7 +131,8 @@ def expected_tensors(drafter: TrainedDrafter) -> Table:
         c = drafter.config
         for i in range(c.heads):
             for j in range(c.layers):
-                table[f"{i}.{j}.linear.weight"] = (c.hidden_size, c.hidden_size)
+                inputs = drafter.slots(i) if j == 0 else 1
+                table[f"{i}.{j}.linear.weight"] = (c.hidden_size, inputs * c.hidden_size)
                 table[f"{i}.{j}.linear.bias"] = (c.hidden_size,)
             table[f"{i}.{c.layers}.weight"] = (c.draft_vocab_size, c.hidden_size)
         if c.draft_vocab_size != c.vocab_size:
@@ -166,10 +181,11 @@ def table_of(found: Checkpoint, folder: Path) -> Table:
 
 def native_tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
     """What `model.safetensors` holds: float32 weights by name, and the vocabulary map."""
-    prefix = "heads." if drafter.kind == "medusa" else ""
-    tensors = {k.removeprefix(prefix): v.detach().float().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    prefix = "heads." if isinstance(drafter, MedusaDrafter) else ""
+    state = {k: v for k, v in drafter.state_dict().items() if not k.startswith("adapter.")}
+    tensors = {k.removeprefix(prefix): v.detach().float().cpu().contiguous() for k, v in state.items()}
     ids = drafter.draft_ids
-    if ids is not None and drafter.kind == "medusa":
+    if ids is not None and isinstance(drafter, MedusaDrafter):
         tensors["token_map"] = ids.cpu().long()
     elif ids is not None and isinstance(drafter, EagleDrafter) and drafter.kind == "eagle3":
         tensors["d2t"] = to_offsets(ids.cpu().long())
@@ -185,7 +201,7 @@ def native_config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
         # vLLM rewrites any key with "num" and "heads" in it: only its two may be here. TGI wants no architectures.
         c = drafter.config
         config = {
-            "model_type": "medusa",
+            "model_type": drafter.kind,
             "medusa_num_heads": c.heads,
             "medusa_num_layers": c.layers,
             "base_model_name_or_path": target.name,
@@ -235,8 +251,8 @@ def native_config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
 
 
 def _kind(folder: Path, config: dict[str, Any]) -> str:
-    if config.get("model_type") == "medusa":
-        return "medusa"
+    if config.get("model_type") in ("medusa", "hydra"):
+        return config["model_type"]
     names = config.get("architectures") or []
     names = names if isinstance(names, list) else [names]
     if "LlamaForCausalLMEagle3" in names:
@@ -250,7 +266,7 @@ def _kind(folder: Path, config: dict[str, Any]) -> str:
 
 def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folder: Path) -> TrainedDrafter:
     try:
-        if kind == "medusa":
+        if kind in ("medusa", "hydra"):
             size = config["vocab_size"] if draft_ids is None else len(draft_ids)
             shape = (
                 config["medusa_num_heads"],
@@ -259,7 +275,7 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
                 config["vocab_size"],
                 size,
             )
-            return MedusaDrafter(MedusaConfig(*shape), draft_ids)
+            return (HydraDrafter if kind == "hydra" else MedusaDrafter)(MedusaConfig(*shape), draft_ids)
         rope = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | {"rope_theta": config["rope_theta"]}
         skip = ("rope_theta", "rope_scaling", "architectures", "eagle_config", "model_type")
         llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
@@ -285,7 +301,7 @@ def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], voca
                 "d2t and t2d name different target ids (d2t: target id = draft id + offset); one was remade"
             )
         return ids
-    if kind == "medusa":
+    if kind in ("medusa", "hydra"):
         mapped = weights["token_map"].long() if "token_map" in weights else None
     else:
         mapped = torch.tensor(meta["draft_ids"]) if meta.get("draft_ids") else None
@@ -293,7 +309,7 @@ def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], voca
 
 
 def _module_name(kind: str, name: str) -> str:
-    return f"heads.{name}" if kind == "medusa" else name
+    return f"heads.{name}" if kind in ("medusa", "hydra") else name
 
 
 def _check_sizes(folder: Path, config: dict[str, Any], meta: dict[str, Any], target: Target) -> None:
@@ -373,7 +389,8 @@ def probe_logits(drafter: TrainedDrafter, target: Target) -> Tensor:
     was_training = drafter.training
     drafter.eval()
     if isinstance(drafter, MedusaDrafter):
-        logits = torch.cat([drafter.logits(k, final[0]) for k in range(drafter.config.heads)])
+        outs = drafter.unroll(ids, Features(final, None), drafter.config.heads)
+        logits = torch.cat([F.linear(out[0], drafter.head_weight(k)) for k, out in enumerate(outs)])
     else:
         outs = drafter.unroll(ids, Features(final, taps), 2)
         logits = torch.cat([drafter.logits(out[0]) for out in outs])
@@ -384,5 +401,8 @@ def probe_logits(drafter: TrainedDrafter, target: Target) -> Tensor:
 def _replace(temporary: Path, folder: Path) -> None:
     """Puts the finished files in place one by one: a run folder also holds state and logs to keep."""
     folder.mkdir(exist_ok=True)
+    if (temporary / ADAPTER).is_dir():
+        shutil.rmtree(folder / ADAPTER, ignore_errors=True)
+        (temporary / ADAPTER).replace(folder / ADAPTER)
     for name in (WEIGHTS, CONFIG, META):
         (temporary / name).replace(folder / name)

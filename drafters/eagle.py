@@ -11,7 +11,7 @@ Vd draft vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from drafters import lockstep
 from drafters.attention import headstart_attention
-from drafters.base import DraftSettings, DraftTree
+from drafters.base import DraftSettings, DraftTree, draw_draft
+from drafters.beam import grow_tree
 from drafters.target import Features, Target
 
 
@@ -241,13 +243,11 @@ class EagleDrafter(nn.Module):
         for j in range(settings.length):
             logits = self.logits(out[0, -1])  # (Vd,)
             if sampled:
-                q = torch.softmax(logits.float() / temperature, dim=-1)
-                noise = torch.empty_like(q).exponential_(generator=generator)
-                draft = (q / noise).argmax(-1, keepdim=True)
-                dists.append(self._scatter(q))
+                draft, q = draw_draft(logits[None], temperature, generator)
+                dists.append(self.scatter(q[0]))
             else:
                 draft = logits.argmax(-1, keepdim=True)
-            tokens.append(self._to_target(draft))
+            tokens.append(self.to_target(draft))
             if j + 1 < settings.length:
                 # draft step j+1 pairs x[t+2+j] with its own previous output at position t+1+j; t = length - 1
                 position = torch.full((1, 1), state.length + j, device=draft.device)
@@ -255,38 +255,20 @@ class EagleDrafter(nn.Module):
         return DraftTree.chain(torch.cat(tokens), torch.stack(dists) if sampled else None)
 
     def _propose_tree(self, state: "EagleState", settings: DraftSettings) -> DraftTree:
-        """EAGLE-2's dynamic tree by cumulative log probability: expand the best `top_k` a level, keep `total`."""
-        device = self.fc.weight.device
-        width = min(settings.top_k, self.config.draft_vocab_size)
-        scores, tokens, parents = [], [], []  # per level: every candidate
-        beam_out, beam_score = state.out, torch.zeros(1, device=device)  # (1, w, H), (w,)
-        beam_index = torch.full((1,), -1, device=device)  # each beam's index among all candidates; -1 = the root
-        beam_seen = torch.zeros(1, 0, dtype=torch.bool, device=device)  # (w, draft rows so far): own branch
-        count, drafted = 0, 0
-        for level in range(settings.length):
-            logp = torch.log_softmax(self.logits(beam_out[0]).float(), dim=-1)  # (w, Vd)
-            best = logp.topk(width, dim=-1)
-            level_scores = (beam_score[:, None] + best.values).flatten()  # (w * width,)
-            level_tokens = self._to_target(best.indices.flatten())
-            scores.append(level_scores)
-            tokens.append(level_tokens)
-            parents.append(beam_index.repeat_interleave(width))
-            if level + 1 == settings.length:
-                break
-            kept = level_scores.topk(min(width, len(level_scores))).indices  # (w',)
-            w = len(kept)
-            origin = kept // width  # the beam each kept candidate grew from
-            beam_score, beam_index = level_scores[kept], count + kept
-            count += len(level_scores)
-            # rows this level writes: visible to themselves and to their own descendants
-            seen = torch.cat([beam_seen[origin], torch.eye(w, dtype=torch.bool, device=device)], dim=1)
-            mask = torch.cat([torch.ones(w, state.length, dtype=torch.bool, device=device), seen], dim=1)[None, None]
-            positions = torch.full((1, w), state.length + level, device=device)
-            beam_out = self._cached(
-                state, level_tokens[kept][None], beam_out[:, origin], positions, mask, state.length + drafted
-            )
-            beam_seen, drafted = seen, drafted + w
-        return _best_subtree(torch.cat(scores), torch.cat(tokens), torch.cat(parents), settings.total)
+        """EAGLE-2's dynamic tree by cumulative log probability."""
+        out = state.out  # (1, w, H), of the beams
+
+        def advance(tokens: Tensor, origin: Tensor, seen: Tensor, level: int) -> Tensor:
+            nonlocal out
+            w, drafted = seen.shape
+            mask = F.pad(seen, (state.length, 0), value=True)[None, None]  # all committed rows are visible
+            positions = torch.full((1, w), state.length + level, device=tokens.device)
+            at = state.length + drafted - w
+            out = self._cached(state, self.to_target(tokens)[None], out[:, origin], positions, mask, at)
+            return torch.log_softmax(self.logits(out[0]).float(), dim=-1)
+
+        tree = grow_tree(torch.log_softmax(self.logits(out[0]).float(), dim=-1), settings, advance)
+        return DraftTree(self.to_target(tree.tokens), tree.parents)
 
     def _cached(
         self, state: "EagleState", tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, at: int
@@ -299,10 +281,34 @@ class EagleDrafter(nn.Module):
         attended, _ = headstart_attention(self, q, state.keys[:, :, :end], state.values[:, :, :end], mask)
         return self.outputs(residual, attended.flatten(2))
 
-    def _to_target(self, draft: Tensor) -> Tensor:
+    def fork(self, state: "EagleState", rows: int, capacity: int) -> "EagleState":
+        """See `Drafter`: the first rows are copied."""
+        copy = self.begin(capacity)
+        copy.keys[:, :, :rows], copy.values[:, :, :rows] = state.keys[:, :, :rows], state.values[:, :, :rows]
+        copy.length = rows
+        return copy
+
+    def extend_batch(
+        self, states: Sequence["EagleState"], tokens: Sequence[Tensor], features: Sequence[Features]
+    ) -> None:
+        """See `Drafter`."""
+        lockstep.extend_batch(self, states, tokens, features)
+
+    def propose_batch(
+        self,
+        states: Sequence["EagleState"],
+        settings: Sequence[DraftSettings],
+        temperatures: Sequence[float],
+        generators: Sequence[torch.Generator],
+    ) -> list[DraftTree]:
+        """See `Drafter`."""
+        return lockstep.propose_batch(self, states, settings, temperatures, generators)
+
+    def to_target(self, draft: Tensor) -> Tensor:
+        """Target ids of draft ids."""
         return draft if self.draft_ids is None else self.draft_ids[draft]
 
-    def _scatter(self, q: Tensor) -> Tensor:
+    def scatter(self, q: Tensor) -> Tensor:
         """A distribution over the draft vocabulary as one over the target's."""
         if self.draft_ids is None:
             return q
@@ -317,17 +323,6 @@ class EagleState:
     values: Tensor
     out: Tensor  # (1, 1, H), the last committed row's output: its logits are the first draft's
     length: int = 0
-
-
-def _best_subtree(scores: Tensor, tokens: Tensor, parents: Tensor, total: int) -> DraftTree:
-    """The `total` best candidates; a child never scores above its parent, so with ties broken by age it is a tree."""
-    order = torch.sort(scores, descending=True, stable=True).indices[
-        :total
-    ]  # stable: parents come before equal children
-    kept = order.sort().values  # ascending: parents precede children
-    index = torch.full((len(scores) + 1,), -1, device=scores.device)
-    index[kept] = torch.arange(len(kept), device=scores.device)
-    return DraftTree(tokens[kept], index[parents[kept]])  # parent -1 reads the last slot, which stays -1
 
 
 def _unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

@@ -3,14 +3,15 @@
 Shapes: M supervised rows, D hidden width, K heads, Vd draft vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.base import DraftSettings, DraftTree
+from drafters.base import DraftSettings, DraftTree, draw_draft
 from drafters.target import Features, Target
 
 
@@ -26,14 +27,17 @@ class MedusaConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b). With W = b = 0 it is the identity, which is where a warm start begins."""
+    """x + SiLU(W x + b). With W = b = 0 it is the identity, which is where a warm start begins.
 
-    def __init__(self, width: int):
+    Where x is wider than the output (Hydra's first block), only its first `width` numbers are carried on.
+    """
+
+    def __init__(self, width: int, inputs: int | None = None):
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = nn.Linear(inputs or width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
+        return x[..., : self.linear.out_features] + F.silu(self.linear(x))
 
 
 class MedusaDrafter(nn.Module):
@@ -54,23 +58,43 @@ class MedusaDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.meta: dict[str, Any] = {}
+        self.adapter: Any = None  # Medusa-2's: a drafters.adapter.Adapter, in training a train.joint.Backbone
         self.default_settings: DraftSettings | None = None
         D = config.hidden_size
         # Each block of a head is its own: the reference repeats one block, which only one-layer checkpoints can't show.
         self.heads = nn.ModuleList(
             nn.Sequential(
-                *(ResidualBlock(D) for _ in range(config.layers)), nn.Linear(D, config.draft_vocab_size, bias=False)
+                *(ResidualBlock(D, self.slots(k) * D if j == 0 else D) for j in range(config.layers)),
+                nn.Linear(D, config.draft_vocab_size, bias=False),
             )
-            for _ in range(config.heads)
+            for k in range(config.heads)
         )
         self.register_buffer("draft_ids", draft_ids, persistent=False)
 
-    def bind(self, target: Target) -> "MedusaDrafter":
+    @staticmethod
+    def slots(k: int) -> int:
+        """How many vectors of width D head k reads: the hidden state alone."""
+        return 1
+
+    def bind(self, target: Target) -> Self:
         """Medusa shares nothing with the target."""
         return self
 
+    def unroll(self, ids: Tensor, features: Features, steps: int) -> list[Tensor]:
+        """What each head's output layer reads, for every row at once; row t of head k predicts x[t+2+k].
+
+        Args:
+            ids: (B, T) tokens x; Medusa does not read them.
+            features: of the same positions.
+            steps: number of heads.
+
+        Returns:
+            `steps` tensors (B, T, D).
+        """
+        return [self.trunk(k, features.final) for k in range(steps)]
+
     def trunk(self, k: int, hidden: Tensor) -> Tensor:
-        """Head k up to its output layer, (..., D) -> (..., D)."""
+        """Head k up to its output layer, (..., slots * D) -> (..., D)."""
         return self.heads[k][:-1](hidden.to(self.head_weight(k).dtype))
 
     def head_weight(self, k: int) -> Tensor:
@@ -78,7 +102,7 @@ class MedusaDrafter(nn.Module):
         return self.heads[k][-1].weight
 
     def logits(self, k: int, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., Vd): from h[t], scores for x[t+2+k]."""
+        """(..., slots * D) -> (..., Vd): from h[t], scores for x[t+2+k]."""
         return self.heads[k][-1](self.trunk(k, hidden))
 
     def begin(self, capacity: int) -> "MedusaState":
@@ -102,6 +126,36 @@ class MedusaDrafter(nn.Module):
         if K == 0:
             return DraftTree.empty(device)
         logits = torch.stack([self.logits(k, state.hidden) for k in range(K)])  # (K, Vd)
+        return self._proposal(logits, settings, temperature, generator)
+
+    def propose_batch(
+        self,
+        states: Sequence["MedusaState"],
+        settings: Sequence[DraftSettings],
+        temperatures: Sequence[float],
+        generators: Sequence[torch.Generator],
+    ) -> list[DraftTree]:
+        """See `Drafter`: every head reads all requests in one product."""
+        hidden = torch.stack([state.hidden for state in states])  # (B, D)
+        most = min(max(wanted.length for wanted in settings), self.config.heads)
+        logits = torch.stack([self.logits(k, hidden) for k in range(most)], dim=1) if most else None  # (B, K, Vd)
+        trees = []
+        for b, wanted in enumerate(settings):
+            if logits is None or wanted.length == 0:
+                trees.append(DraftTree.empty(hidden.device))
+            else:
+                trees.append(self._proposal(logits[b, : wanted.length], wanted, temperatures[b], generators[b]))
+        return trees
+
+    def fork(self, state: "MedusaState", rows: int, capacity: int) -> "MedusaState":
+        """See `Drafter`: nothing but the newest hidden state counts, which `extend` brings."""
+        return self.begin(capacity)
+
+    def _proposal(
+        self, logits: Tensor, settings: DraftSettings, temperature: float, generator: torch.Generator | None
+    ) -> DraftTree:
+        """A chain or tree from the heads' logits (K, Vd)."""
+        K, device = len(logits), logits.device
         if settings.kind == "tree":
             hits = self.meta.get("rank_hits") or default_rank_hits(K, settings.top_k)
             ranks, parents = _tree_plan(_freeze(hits[:K], settings.top_k), settings.total)
@@ -109,9 +163,8 @@ class MedusaDrafter(nn.Module):
             best = self._to_target(logits.topk(min(settings.top_k, logits.shape[1]), dim=-1).indices)  # (K, top_k)
             return DraftTree(best[list(depths), list(order)], torch.tensor(parents, device=device))
         if settings.sample and temperature > 0:
-            q = torch.softmax(logits.float() / temperature, dim=-1)
-            noise = torch.empty_like(q).exponential_(generator=generator)
-            return DraftTree.chain(self._to_target((q / noise).argmax(-1)), self._scatter(q))
+            draft, q = draw_draft(logits, temperature, generator)
+            return DraftTree.chain(self._to_target(draft), self._scatter(q))
         return DraftTree.chain(self._to_target(logits.argmax(-1)))
 
     def _to_target(self, draft: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from decode.cost import tuned_settings
 from decode.engine import DraftSettings, Generation, generate
 from decode.sampling import SamplingParams
+from drafters.adapter import adapted
 from drafters.base import Drafter
-from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
+from drafters.named import make_drafter
 from drafters.target import Target, load_target
 
 Piece = tuple[str, bool]
@@ -30,7 +31,10 @@ def parser() -> argparse.ArgumentParser:
     """Builds the command line."""
     p = argparse.ArgumentParser(description="Chat with a target; accepted draft tokens are marked.")
     p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
-    p.add_argument("--drafter", help="drafter folder; without one the target decodes alone")
+    p.add_argument(
+        "--drafter",
+        help="drafter folder, lookup, suffix[:TEXT_FILE], lookahead or model:NAME_OR_DIR; without one: plain decoding",
+    )
     p.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-p", type=float, default=1.0)
@@ -194,13 +198,16 @@ def main() -> None:
     args.settings = DraftSettings.from_flags(args.chain, args.tree)  # a bad shape should fail before the models load
     console = Console()
     target = load_target(args.target, dtype=args.dtype)
-    drafter = load_drafter(args.drafter, target) if args.drafter else None
+    drafter = make_drafter(args.drafter, target) if args.drafter else None
     if drafter is not None and args.settings is None:
         args.settings = tuned_settings(target, drafter, prompts=2)
-    if args.prompt is not None:
-        answer(console, target, drafter, [{"role": "user", "content": args.prompt}], args)
-    else:
-        converse(console, target, drafter, args)
+    if getattr(drafter, "adapter", None) is not None:
+        print("this drafter was trained with an adapter on the target: you talk to the adapted target")
+    with adapted(drafter):
+        if args.prompt is not None:
+            answer(console, target, drafter, [{"role": "user", "content": args.prompt}], args)
+        else:
+            converse(console, target, drafter, args)
 
 
 if __name__ == "__main__":

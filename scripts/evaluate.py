@@ -1,6 +1,7 @@
 """Measure what drafters are worth: speed against plain decoding, acceptance, exactness, cost; as a table and a page.
 
     python scripts/evaluate.py --target smollm2-135m --drafter runs/smollm2-eagle3 --out results
+    python scripts/evaluate.py --target smollm2-135m --drafter lookup --drafter suffix:document.txt
     python scripts/evaluate.py --target smollm2-135m --drafter mine=runs/a --drafter other=runs/b \
         --prompts spec_bench.jsonl --limit 60 --chain 5
 
@@ -17,8 +18,8 @@ from decode.prompts import load_prompts
 from decode.report import print_table, write_report
 from decode.sampling import SamplingParams
 from drafters.base import DraftSettings
-from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
+from drafters.named import is_name, make_drafter
 from drafters.target import Target, load_target
 
 
@@ -26,7 +27,13 @@ def parser() -> argparse.ArgumentParser:
     """Builds the command line."""
     p = argparse.ArgumentParser(description="Measure drafters against plain decoding and transformers' generate.")
     p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
-    p.add_argument("--drafter", action="append", default=[], metavar="[NAME=]DIR", help="drafter folder; repeatable")
+    p.add_argument(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="[NAME=]DRAFTER",
+        help="drafter folder, lookup, suffix[:TEXT_FILE], lookahead or model:NAME_OR_DIR; repeatable",
+    )
     p.add_argument("--prompts", default="headstart", help='"headstart" (built in) or a .jsonl or .txt file')
     p.add_argument("--limit", type=int, help="use this many prompts, taken in turn from each category")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy and checks exactness")
@@ -49,15 +56,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def load_drafters(arguments: list[str], target: Target) -> dict[str, Any]:
-    """Loads `NAME=DIR` or `DIR` (named by its folder) arguments."""
+    """Loads `NAME=DRAFTER` or `DRAFTER` arguments: a folder, by whose name it goes, or a name (`make_drafter`)."""
     drafters: dict[str, Any] = {}
     for argument in arguments:
-        name, equals, folder = argument.partition("=")
-        if not equals or Path(argument).is_dir():  # a folder may have "=" in its name
-            name, folder = Path(argument).resolve().name, argument
+        name, equals, spec = argument.partition("=")
+        if not equals or is_name(argument) or Path(argument).is_dir():  # a folder or file may have "=" in its name
+            name, spec = argument if is_name(argument) else Path(argument).resolve().name, argument
         if not name or name in drafters:
-            raise UserError(f"--drafter {argument}: the name {name!r} is empty or taken; use NAME=DIR")
-        drafters[name] = load_drafter(folder, target)
+            raise UserError(f"--drafter {argument}: the name {name!r} is empty or taken; use NAME={argument}")
+        drafters[name] = make_drafter(spec, target)
     return drafters
 
 

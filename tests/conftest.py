@@ -17,11 +17,12 @@ def target():
 
 @pytest.fixture(scope="session")
 def drafters(target):
-    """Untrained drafters by kind, two with a draft vocabulary. Read-only."""
+    """Untrained drafters by kind, three with a draft vocabulary. Read-only."""
     torch.manual_seed(1)
     some = torch.randperm(target.vocab_size)[:100].sort().values
     return {
         "medusa": build_medusa(target, None, heads=4),
+        "hydra": build_medusa(target, some, heads=4, zero_blocks=False, kind="hydra"),
         "eagle1": build_eagle(target, some, version=1),
         "eagle3": build_eagle(target, some, version=3),
     }

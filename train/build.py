@@ -21,6 +21,7 @@ from drafters.target import Target
 from drafters.vocab import choose_draft_vocab, coverage
 from train.data import EncodedData
 from train.features import FeatureStore, feature_key
+from train.objectives import Objective
 from train.recipe import Recipe
 
 
@@ -111,8 +112,10 @@ def _fresh(recipe: Recipe, target: Target, ids: Tensor | None) -> TrainedDrafter
     options = recipe.drafter
     torch.manual_seed(recipe.seed)  # the starting weights
     drafter: TrainedDrafter
-    if options.kind == "medusa":
-        drafter = build_medusa(target, ids, options.heads, options.layers, options.warm_head, options.zero_blocks)
+    if options.kind in ("medusa", "hydra"):
+        drafter = build_medusa(
+            target, ids, options.heads, options.layers, options.warm_head, options.zero_blocks, options.kind
+        )
     else:
         drafter = build_eagle(
             target,
@@ -134,14 +137,39 @@ def _continued(recipe: Recipe, target: Target) -> TrainedDrafter:
     drafter = load_drafter(options.init, target, pack=False, dtype=torch.float32)
     if drafter.kind != options.kind:
         raise UserError(f"drafter.init={options.init} is {drafter.kind}, not drafter.kind={options.kind}")
+    if getattr(drafter, "adapter", None) is not None:
+        raise UserError(
+            f"drafter.init={options.init} was trained with an adapter on its target; start from other heads"
+        )
     return drafter.requires_grad_(True)
 
 
-def make_store(target: Target, rows: EncodedData, drafter: TrainedDrafter, recipe: Recipe, main: bool) -> FeatureStore:
-    """Where the features of these rows come from; only the main process writes."""
+def make_objective(drafter: TrainedDrafter, target: Target, recipe: Recipe) -> Objective:
+    """What is trained; with `backbone.r`, the target gets an adapter that the drafter then holds."""
+    if not recipe.backbone.r:
+        return Objective(drafter, target, recipe.objective)
+    from train.joint import Backbone, JointObjective  # peft is slow to import
+
+    assert isinstance(drafter, MedusaDrafter)
+    torch.manual_seed(recipe.seed)  # the adapter's starting weights
+    drafter.adapter = Backbone(target, recipe.backbone)
+    return JointObjective(drafter, target, recipe)
+
+
+def release(drafter: TrainedDrafter) -> None:
+    """Gives the target back as it was before `make_objective`."""
+    if isinstance(drafter, MedusaDrafter) and drafter.adapter is not None:
+        drafter.adapter.close()
+        drafter.adapter = None
+
+
+def make_store(
+    target: Target, rows: EncodedData, drafter: TrainedDrafter, recipe: Recipe, main: bool, cache: bool = True
+) -> FeatureStore:
+    """Where the features of these rows come from; only the main process writes, and nothing where `cache` is false."""
     root = recipe.train.features or f"{recipe.output}/features"
     folder = Path(root) / feature_key(target, rows)
-    limit = recipe.train.cache_gb if recipe.train.cache_features else 0.0
+    limit = recipe.train.cache_gb if recipe.train.cache_features and cache else 0.0
     return FeatureStore(target, rows, drafter.taps, folder, limit, main)
 
 
@@ -149,12 +177,20 @@ def make_optimizers(drafter: TrainedDrafter, recipe: Recipe) -> list[torch.optim
     """AdamW, and Muon for the layers' matrices if the recipe says so; each group knows its peak learning rate."""
     options = recipe.train
     named = [(n, p) for n, p in drafter.named_parameters() if p.requires_grad]
+    adapter = [p for n, p in named if n.startswith("adapter.")]
+    named = [(n, p) for n, p in named if not n.startswith("adapter.")]
     matrices = [p for n, p in named if p.dim() == 2 and not _is_head(n, drafter)] if options.optimizer == "muon" else []
     chosen = {id(p) for p in matrices}
     rest = [p for _, p in named if id(p) not in chosen]
     groups = [
         {"params": [p for p in rest if p.dim() == 2], "weight_decay": options.weight_decay, "peak_lr": options.lr},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "peak_lr": options.lr},
+        {
+            "params": adapter,
+            "weight_decay": 0.0,
+            "peak_lr": options.lr / recipe.backbone.head_lr_multiple,
+            "starts": recipe.backbone.heads_only,  # share of the steps before it learns
+        },
     ]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)

@@ -18,6 +18,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from tqdm import tqdm
 
+from drafters.adapter import adapted
 from drafters.build import TrainedDrafter
 from drafters.checkpoint import save_drafter
 from drafters.errors import UserError
@@ -29,8 +30,10 @@ from train.build import (
     check_same_recipe,
     make_accelerator,
     make_drafter,
+    make_objective,
     make_optimizers,
     make_store,
+    release,
 )
 from train.data import EncodedData, global_batches, load_rows
 from train.features import FeatureStore, check_features
@@ -38,7 +41,7 @@ from train.objectives import Objective, position_weights
 from train.recipe import Recipe
 from train.state import read_state, restore, save_state
 from train.synthesis import synthesize
-from train.validation import Estimate, validate
+from train.validation import Estimate, target_kl, validate
 
 Decode = Callable[[TrainedDrafter, Target, int], float]
 """A short real decode: drafter, target, number of prompts -> acceptance length."""
@@ -85,8 +88,11 @@ def train(recipe: Recipe, target: Target, decode: Decode | None = None) -> Path:
     """
     run = _setup(recipe, target, decode)
     total = total_steps(recipe, len(run.train_rows))
-    if run.step < total or not run.history.get("done"):
-        _fit(run, total)
+    try:
+        if run.step < total or not run.history.get("done"):
+            _fit(run, total)
+    finally:
+        release(run.drafter)
     run.accelerator.end_training()
     if run.accelerator.is_main_process:
         results = run.history.get("results", {})
@@ -105,6 +111,7 @@ def _fit(run: Run, total: int) -> None:
     try:
         for rows in _batches(run, total):
             _set_lr(run, total)
+            accelerator.unwrap_model(run.objective).progress = run.step / total
             losses, hits = _accumulate(run, rows)
             norm = accelerator.clip_grad_norm_(run.objective.parameters(), options.clip or math.inf)
             if not math.isfinite(norm):
@@ -144,6 +151,7 @@ def _accumulate(run: Run, rows: list[int]) -> tuple[Tensor, Tensor]:
         batch = {k: v.to(accelerator.device) for k, v in batch.items()}
         features = run.train_features.get(mine, batch["input_ids"])
         noise = _noise(run, features, i)
+        torch.manual_seed(_key(run, i))  # an adapter's dropout
         last = i + 1 == len(micros)
         with contextlib.nullcontext() if last else accelerator.no_sync(run.objective), accelerator.autocast():
             out = run.objective(batch["input_ids"], batch["loss_mask"], features, weights.to(accelerator.device), noise)
@@ -153,7 +161,7 @@ def _accumulate(run: Run, rows: list[int]) -> tuple[Tensor, Tensor]:
     losses, hits = accelerator.reduce(losses), accelerator.reduce(hits)
     if not bool(torch.isfinite(losses).all()):  # after the reduction: every process has to stop
         bad = [j for j, x in enumerate(losses.tolist()) if not math.isfinite(x)]
-        part = "head" if run.drafter.kind == "medusa" else "step"
+        part = "head" if run.drafter.kind in ("medusa", "hydra") else "step"
         raise UserError(f"loss of {part} {bad} is not finite in optimizer step {run.step + 1}, rows {rows}; {REMEDY}")
     return losses, hits
 
@@ -198,7 +206,7 @@ def _set_lr(run: Run, total: int) -> None:
     factor = lr_factor(run.step, total, run.recipe)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+            group["lr"] = group["peak_lr"] * factor * (run.step / total >= group.get("starts", 0.0))
 
 
 def _noise(run: Run, features: Any, micro: int) -> Tensor | None:
@@ -206,10 +214,14 @@ def _noise(run: Run, features: Any, micro: int) -> Tensor | None:
     if not width:
         return None
     size = features.final.shape[-1] + (0 if features.taps is None else features.taps.shape[-1])
-    key = ((run.recipe.seed * 1_000_003 + run.step) * 1009 + run.accelerator.process_index) * 101 + micro
-    generator = torch.Generator(features.final.device).manual_seed(key)
+    generator = torch.Generator(features.final.device).manual_seed(_key(run, micro))
     noise = torch.rand(*features.final.shape[:2], size, generator=generator, device=features.final.device)
     return ((noise - 0.5) * 2 * width).to(features.final.dtype)
+
+
+def _key(run: Run, micro: int) -> int:
+    """A seed for what is random in one micro-batch."""
+    return ((run.recipe.seed * 1_000_003 + run.step) * 1009 + run.accelerator.process_index) * 101 + micro
 
 
 def _log(run: Run, bar: tqdm, losses: Tensor, hits: Tensor, norm: float) -> None:
@@ -224,12 +236,15 @@ def _validate(run: Run, bar: tqdm, total: int) -> None:
     """Estimates the acceptance length, now and then decodes for real, and keeps the best drafter."""
     recipe, accelerator = run.recipe, run.accelerator
     run.objective.eval()
-    estimate: Estimate = validate(run.drafter, run.target, run.validation_rows, run.validation_features, run.recipe)
-    results: dict[str, Any] = {"step": run.step, **estimate.to_dict()}
     every = recipe.train.decode_every
     due = every and (run.step % every == 0 or run.step == total)
-    if run.decode is not None and due and accelerator.is_main_process:
-        results["tau_decoded"] = run.decode(run.drafter, run.target, recipe.train.decode_prompts)
+    with adapted(run.drafter):  # the target that it will serve
+        estimate: Estimate = validate(run.drafter, run.target, run.validation_rows, run.validation_features, recipe)
+        results: dict[str, Any] = {"step": run.step, **estimate.to_dict()}
+        if run.decode is not None and due and accelerator.is_main_process:
+            results["tau_decoded"] = run.decode(run.drafter, run.target, recipe.train.decode_prompts)
+    if recipe.backbone.r:
+        results["target_kl"] = target_kl(run.drafter, run.target, run.validation_rows, recipe.train.micro_batch)
     run.objective.train()
     accelerator.log({f"validation/{k}": v for k, v in results.items() if isinstance(v, float)}, step=run.step)
     # With a fixed draft length a step costs the same whatever the weights, so more tokens a step is more speed.
@@ -286,13 +301,13 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
         )
         print(f" ({vocab_facts['coverage']:.1%} covered)")
     store = make_store(target, rows, drafter, recipe, accelerator.is_main_process)
-    held_out = make_store(target, validation, drafter, recipe, accelerator.is_main_process)
+    held_out = make_store(target, validation, drafter, recipe, accelerator.is_main_process, not recipe.backbone.r)
     check_features(target, store)  # before hours are spent on them, and again as they come back from disk
     with accelerator.main_process_first():
         store.prepare()
         held_out.prepare()
     check_features(target, store)
-    objective = Objective(drafter, target, recipe.objective)
+    objective = make_objective(drafter, target, recipe)
     optimizers = make_optimizers(drafter, recipe)
     if state:
         restore(state[0], drafter, optimizers)

@@ -180,6 +180,9 @@ class Objective(nn.Module):
         options: the recipe's section.
     """
 
+    progress = 0.0
+    """Share of the run's steps that are done; only joint training has stages."""
+
     def __init__(self, drafter: TrainedDrafter, target: Target, options: ObjectiveOptions):
         super().__init__()
         self.drafter = drafter
@@ -247,8 +250,6 @@ class Objective(nn.Module):
         return {"loss": loss, "steps": parts, "hits": hits}
 
     def _outputs(self, ids: Tensor, features: Features) -> list[Tensor]:
-        if isinstance(self.drafter, MedusaDrafter):
-            return [self.drafter.trunk(k, features.final) for k in range(self.steps)]
         return self.drafter.unroll(ids, features, self.steps)
 
     def _head_input(self, hidden: Tensor) -> Tensor:

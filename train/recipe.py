@@ -101,16 +101,17 @@ class SynthesisOptions:
 class DrafterOptions:
     """The drafter that is trained."""
 
-    kind: Literal["medusa", "eagle1", "eagle3"]
-    """`medusa`: independent heads. `eagle1` (also EAGLE-2): one layer on final states. `eagle3`: on tapped layers."""
+    kind: Literal["medusa", "hydra", "eagle1", "eagle3"]
+    """`medusa`: independent heads. `hydra`: heads that also read the drafts before their own. `eagle1` (also EAGLE-2):
+    one layer on final states. `eagle3`: on tapped layers."""
     init: str | None = None
     """Folder of a drafter to continue from; null starts from the target's own weights."""
     taps: tuple[CountOrZero, ...] | None = only_for("eagle3", default=None)
     """Tapped layers: k is the output after k blocks, 0 the embeddings; null computes them from the target's depth."""
-    heads: Count = only_for("medusa", default=4)
-    """Number of Medusa heads; head k = 0, 1, ... predicts k + 2 tokens ahead."""
-    layers: Count = only_for("medusa", default=1)
-    """Residual blocks in a Medusa head."""
+    heads: Count = only_for("medusa", "hydra", default=4)
+    """Number of heads; head k = 0, 1, ... predicts k + 2 tokens ahead."""
+    layers: Count = only_for("medusa", "hydra", default=1)
+    """Residual blocks in a head; Hydra's first one mixes the drafted tokens in."""
     draft_vocab: Annotated[int, Range(2)] | Annotated[float, Range(0, 1, open_low=True, open_high=True)] | None = 8192
     """Size of the draft vocabulary, or the share of trained-on tokens that it covers; null keeps the target's own."""
     intermediate_size: Count | None = only_for("eagle1", "eagle3", default=None)
@@ -123,8 +124,8 @@ class DrafterOptions:
     """Start the drafter's output head as the target's rows of the draft vocabulary."""
     warm_layer: bool = only_for("eagle1", "eagle3", default=True)
     """Start the EAGLE layer as the target's last one, where shapes allow."""
-    zero_blocks: bool = only_for("medusa", default=True)
-    """Start the residual blocks at zero, so that each Medusa head starts as the target's own head."""
+    zero_blocks: bool = only_for("medusa", "hydra", default=True)
+    """Start the residual blocks at zero, so that each head starts as the target's own head."""
     train_head: bool = True
     """Train the output head; false keeps it as it starts."""
 
@@ -134,12 +135,12 @@ class ObjectiveOptions:
     """What the drafter learns."""
 
     losses: dict[Loss, NotNegative] = by_kind(
-        medusa={"kl": 1.0}, eagle1={"smooth_l1": 1.0, "kl": 0.1}, eagle3={"kl": 1.0}
+        medusa={"kl": 1.0}, hydra={"kl": 1.0}, eagle1={"smooth_l1": 1.0, "kl": 0.1}, eagle3={"kl": 1.0}
     )
     """Weight of each loss: `ce` (the text's token), `kl` (the target's distribution), `smooth_l1` (the target's hidden
-    state; eagle1 only). null: kl for medusa and eagle3, smooth_l1 + 0.1 kl for eagle1."""
-    steps: Count = by_kind(medusa=1, eagle1=1, eagle3=3)
-    """Steps that EAGLE is unrolled on its own output. null: 3 for eagle3, 1 for eagle1; Medusa has none."""
+    state; eagle1 only). null: kl, and smooth_l1 + 0.1 kl for eagle1."""
+    steps: Count = by_kind(medusa=1, hydra=1, eagle1=1, eagle3=3)
+    """Steps that EAGLE is unrolled on its own output. null: 3 for eagle3, 1 for eagle1; heads have none."""
     decay: Annotated[float, Range(0, 1, open_low=True)] = 0.8
     """Weight of step (or head) k is `decay ** k`."""
     decay_reduction: Literal["sum", "mean"] = "mean"
@@ -210,6 +211,30 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
+class BackboneOptions:
+    """Training the target too, through LoRA (Medusa-2). The drafter then belongs to the adapted target."""
+
+    r: CountOrZero = 0
+    """Rank of the adapter; 0 leaves the target as it is, and the other keys without effect."""
+    alpha: Count = 16
+    """The adapter is scaled by `alpha / r`."""
+    dropout: Annotated[float, Range(0, 1, open_high=True)] = 0.05
+    """Dropout of the adapter's input."""
+    modules: tuple[str, ...] | None = None
+    """Linear layers to adapt, by the end of their names, such as `[q_proj, v_proj]`; null: all but the head."""
+    heads_only: Annotated[float, Range(0, 1, open_high=True)] = 0.5
+    """Stage 1: this share of the steps trains the heads alone."""
+    head_lr_multiple: Positive = 4.0
+    """The heads learn at `train.lr`, the adapter at `train.lr` divided by this."""
+    loss: Literal["ce", "kl"] = "kl"
+    """What keeps the target: `ce` on the text's token, or `kl` from the original target's distribution."""
+    head_weight: Positive = 0.2
+    """Weight of the heads' loss beside it, in stage 2."""
+    head_warmup: Share = 0.5
+    """Share of stage 2 over which that weight rises from 0, along a sine."""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One run. Sections are the attributes; `load_recipe` is the way to make one from a file."""
 
@@ -220,6 +245,7 @@ class Recipe:
     data: DataOptions = DataOptions()
     synthesis: SynthesisOptions = SynthesisOptions()
     objective: ObjectiveOptions = ObjectiveOptions()
+    backbone: BackboneOptions = BackboneOptions()
     train: TrainOptions = TrainOptions()
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of everything random: synthesis, weights, order of rows."""
@@ -284,6 +310,21 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
             f"drafter.{item.name}={show(value)} has no effect on {kind}; only on {' and '.join(kinds)}; remove it",
             f"drafter.{item.name}",
             "drafter.kind",
+        )
+    backbone = recipe.backbone
+    refuse(
+        backbone.r > 0 and kind not in ("medusa", "hydra"),
+        f"backbone.r={backbone.r} trains the target with the heads of medusa or hydra, not with {kind}; remove it",
+        "backbone.r",
+        "drafter.kind",
+    )
+    for item in fields(backbone):
+        value = getattr(backbone, item.name)
+        refuse(
+            backbone.r == 0 and value != item.default,
+            f"backbone.{item.name}={show(value)} has no effect without backbone.r above 0; set it, or remove this",
+            f"backbone.{item.name}",
+            "backbone.r",
         )
     refuse(not recipe.output.strip(), "output is empty; name the run's folder", "output")
     taps = drafter.taps

@@ -10,13 +10,15 @@ Shapes: B rows, T positions, n depths, V vocabulary.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.adapter import adapted
 from drafters.build import TrainedDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.target import Target
 from train.data import EncodedData
-from train.features import FeatureStore
+from train.features import FeatureStore, target_features
 from train.recipe import Recipe
 
 TREE_RANKS = 4
@@ -94,7 +96,7 @@ def validate(
         batch = rows.batch(picked, features.pad_id)
         ids, mask = batch["input_ids"].to(target.device), batch["loss_mask"].to(target.device)
         taught = features.get(picked, ids)
-        outs = [taught.final] * depths if isinstance(drafter, MedusaDrafter) else drafter.unroll(ids, taught, depths)
+        outs = drafter.unroll(ids, taught, depths)
         argmax = _argmax(target, taught.final, mask)  # (B, T): the target's choice for x[t], -1 where not supervised
         b, t = ((argmax[:, 2:] >= 0) & (argmax[:, 1:-1] == ids[:, 1:-1])).nonzero(
             as_tuple=True
@@ -122,6 +124,26 @@ def validate(
     return Estimate(conditional, tree_conditional, hits)
 
 
+@torch.no_grad()
+def target_kl(drafter: TrainedDrafter, target: Target, rows: EncodedData, micro_batch: int, chunk: int = 256) -> float:
+    """How far the adapter moves the target: mean KL(original || adapted) over held-out supervised tokens, in nats."""
+    total, count = 0.0, 0
+    for start in range(0, len(rows), micro_batch):
+        picked = list(range(start, min(start + micro_batch, len(rows))))
+        batch = rows.batch(picked, target.tokenizer.pad_token_id or 0)
+        ids = batch["input_ids"].to(target.device)
+        where = batch["loss_mask"].to(target.device).nonzero()
+        b, s = where[where[:, 1] >= 1].unbind(1)
+        before = target_features(target, ids, ()).final[b, s - 1]  # (P, D): what predicts x[s]
+        with adapted(drafter):
+            after = target_features(target, ids, ()).final[b, s - 1]
+        for p, q in zip(before.split(chunk), after.split(chunk), strict=True):
+            log_p, log_q = (target.head(x).float().log_softmax(-1) for x in (p, q))
+            total += float((log_p.exp() * (log_p - log_q)).sum())
+        count += len(b)
+    return total / max(1, count)
+
+
 def _argmax(target: Target, final: Tensor, mask: Tensor, chunk: int = 512) -> Tensor:
     """(B, T): the target's most likely token at t given the text before, -1 where token t is not supervised."""
     out = torch.full(mask.shape, -1, device=mask.device)
@@ -136,7 +158,7 @@ def _rank(drafter: TrainedDrafter, hidden: Tensor, j: int, wanted: Tensor, chunk
     """Rank of the wanted token among the drafter's first choices, (W,); `TREE_RANKS` when it is not there."""
     parts = []
     for h, w in zip(hidden.split(chunk), wanted.split(chunk), strict=True):
-        logits = drafter.logits(j, h) if isinstance(drafter, MedusaDrafter) else drafter.logits(h)
+        logits = F.linear(h, drafter.head_weight(j)) if isinstance(drafter, MedusaDrafter) else drafter.logits(h)
         best = logits.topk(TREE_RANKS, dim=-1).indices  # (C, ranks)
         best = best if drafter.draft_ids is None else drafter.draft_ids[best]
         hit = best == w[:, None]

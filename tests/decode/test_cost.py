@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from decode.cost import OFF, Continuation, _follow, continuations, count_tau, tune
+from decode import cost
+from decode.cost import OFF, Candidate, Continuation, _follow, continuations, count_tau, tune, tuned_settings
 from decode.engine import generate
 from decode.prompts import Prompt
 from drafters.base import DraftSettings, DraftTree
+from drafters.combine import Merged
+from drafters.router import Router
 from tests.tiny import make_target
 
 TEXTS = ("the quick brown fox", "one two three four", "how are you today")
@@ -59,3 +62,14 @@ def test_a_useless_drafter_is_turned_off(target, drafters, prompts):
     assert ranked[0].settings == OFF
     assert ranked[0].speedup == 1.0 > ranked[1].speedup
     assert isinstance(texts[0], Continuation)
+
+
+def test_parts_of_a_router_are_tuned_each_for_itself(target, drafters, monkeypatch):
+    best = {"eagle3": DraftSettings("chain", 6), "medusa": DraftSettings("tree", 3, 4, 8)}
+    monkeypatch.setattr(cost, "continuations", lambda *args: [])
+    monkeypatch.setattr(cost, "tune", lambda t, drafter, texts: [Candidate(best[drafter.kind], 1.5, 1.0, 1.0, 1.2)])
+    parts = {kind: drafters[kind] for kind in best}
+    for drafter, nodes in ((Router(parts), 8), (Merged(parts), 14)):
+        chosen = tuned_settings(target, drafter)
+        assert drafter.settings == best
+        assert chosen == drafter.default_settings == DraftSettings("tree", 6, 4, nodes)

@@ -9,11 +9,18 @@ from decode.engine import DraftSettings, Generation, Round, SamplingParams, gene
 from drafters.base import DraftTree
 from drafters.build import build_eagle
 from drafters.errors import UserError
+from drafters.lookahead import LookaheadDrafter
+from drafters.lookup import LookupDrafter, SuffixDrafter
 from tests.scripted import SCRIPTS, Scripted, oracle, wavering
 from tests.tiny import make_target
 
 CHAIN, TREE = DraftSettings("chain", length=4), DraftSettings("tree", length=4, top_k=3, total=12)
 KINDS = {"chain": CHAIN, "tree": TREE}
+UNTRAINED = {
+    "lookup": LookupDrafter(2, 1),
+    "suffix": SuffixDrafter([range(0, 512, 3)]),
+    "lookahead": LookaheadDrafter(),
+}
 
 
 def hf_generate(target, prompt, n, **options):
@@ -49,11 +56,11 @@ def test_plain_decoding_is_what_hf_generates(target, cases):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["medusa", "eagle1", "eagle3", *SCRIPTS])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle1", "eagle3", *UNTRAINED, *SCRIPTS])
 def test_greedy_output_does_not_depend_on_the_drafter(target, drafters, cases, name, kind):
     rounds = []
     for prompt, answer in cases:
-        drafter = SCRIPTS[name](answer, len(prompt)) if name in SCRIPTS else drafters[name]
+        drafter = SCRIPTS[name](answer, len(prompt)) if name in SCRIPTS else (drafters | UNTRAINED)[name]
         out = generate(target, drafter, prompt, max_new_tokens=8, settings=KINDS[kind])
         assert out.tokens == answer
         rounds += out.rounds

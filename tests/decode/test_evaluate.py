@@ -1,5 +1,6 @@
 """The evaluation end to end on a tiny random target: a scripted engine where numbers are checked, the real one once."""
 
+import contextlib
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -10,19 +11,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import arms, caveats, engine, exactness
 from decode.arms import Run
-from decode.evaluate import evaluate
+from decode.evaluate import evaluate, identity
 from decode.prompts import Prompt
+from decode.report import render_html
 from decode.sampling import SamplingParams
 from drafters.base import DraftSettings
-from drafters.build import build_eagle
+from drafters.build import build_eagle, build_medusa
 from drafters.errors import UserError
+from drafters.router import Router
 from drafters.target import wrap_target
 from tests.tiny import make_tokenizer
 
 ARM_KEYS = {
-    "name", "tokens_per_second", "speedup", "speedup_ci95", "speedup_median", "tau", "tau_macro", "accepted_per_step",
-    "survival", "conditional_acceptance", "rejection_histogram", "target_forwards_per_token", "ttft_ms", "tpot_ms",
-    "cost_split", "peak_memory_mb", "exact_match", "by_category", "acceptance_by_context",
+    "name", "reference", "tokens_per_second", "speedup", "speedup_ci95", "speedup_median", "tau", "tau_macro",
+    "accepted_per_step", "survival", "conditional_acceptance", "rejection_histogram", "target_forwards_per_token",
+    "ttft_ms", "tpot_ms", "cost_split", "peak_memory_mb", "exact_match", "by_category", "acceptance_by_context",
 }  # fmt: skip
 NEW = 8
 
@@ -242,6 +245,52 @@ def test_sampling_reports_no_exactness(target, prompts, scripted_engine):
     assert all(a["exact_match"] is None for a in report["arms"])
 
 
+class Louder:
+    """An adapter: the target's head on hidden states whose signs are turned in half of the columns."""
+
+    def __init__(self, target):
+        self.weight = target.decoder.norm.weight
+
+    @contextlib.contextmanager
+    def on(self):
+        flip = torch.ones_like(self.weight.data)
+        flip[::2] = -1
+        self.weight.data.mul_(flip)
+        try:
+            yield
+        finally:
+            self.weight.data.mul_(flip)
+
+
+def test_an_adapted_target_is_compared_with_itself(target, prompts):
+    own, other = build_medusa(target, None, heads=2), build_medusa(target, None, heads=2)
+    own.adapter = Louder(target)
+    ids = target.render(prompts[0].messages, True)
+    before = greedy(target, ids, NEW)
+    with own.adapter.on():
+        after = greedy(target, ids, NEW)
+        there = exactness.teacher_forced_logits(target, [*ids, *before[:-1]], NEW).log_softmax(-1)
+    here = exactness.teacher_forced_logits(target, [*ids, *before[:-1]], NEW).log_softmax(-1)
+    assert after != before
+    settings = {"own": DraftSettings(length=2), "other": DraftSettings(length=2)}
+    report = run(target, {"own": own, "other": other}, prompts[:1], settings=settings, hf_generate=True)
+    by_name = {a["name"]: a for a in report["arms"]}
+    assert list(by_name) == ["plain", "plain+own", "own", "other", "hf_generate"]
+    assert {a["exact_match"]["verdict"] for a in report["arms"]} == {"exact"}
+    assert [by_name[n]["reference"] for n in ("own", "other", "plain+own")] == ["plain+own", "plain", "plain+own"]
+    assert by_name["plain+own"]["speedup"] == pytest.approx(1.0)
+    texts = {name: "".join(t for t, _ in pieces) for name, pieces in report["outputs"][0]["arms"].items()}
+    assert texts["own"] == texts["plain+own"] != texts["plain"] == texts["other"] == texts["hf_generate"]
+    assert report["drafters"]["other"]["target_kl"] is None
+    moved = float((here.exp() * (here - there)).sum(-1).mean())
+    assert report["drafters"]["own"]["target_kl"] == pytest.approx(moved, rel=1e-3) and moved > 0.01
+    (warning,) = [w for w in report["warnings"] if "CHANGES THE TARGET" in w]
+    assert warning.startswith("own ") and "plain+own" in warning
+    page = render_html(report, report["outputs"])
+    assert "CHANGES THE TARGET" in page and "plain+own" in page
+    json.dumps({k: v for k, v in report.items() if k != "outputs"}, allow_nan=False)
+
+
 def test_mistakes(target, prompts):
     with pytest.raises(UserError, match="no prompt"):
         run(target, {}, [])
@@ -249,6 +298,8 @@ def test_mistakes(target, prompts):
         run(target, {}, prompts, runs=0)
     with pytest.raises(UserError, match="named 'plain'"):
         run(target, {"plain": None}, prompts)
+    with pytest.raises(UserError, match=r"named 'plain\+x'"):
+        run(target, {"plain+x": None}, prompts)
     with pytest.raises(UserError, match="256 positions"):
         run(target, {}, prompts, max_new_tokens=250)
 
@@ -290,3 +341,16 @@ def test_the_real_engine_and_drafter(target, prompts):
         assert sum(part["share"] for part in a["cost_split"].values()) == pytest.approx(1)
     assert all("".join(t for t, _ in o["arms"]["plain"]) for o in report["outputs"])
     json.dumps(report, allow_nan=False)
+
+
+def test_a_router_s_choices_are_reported_and_its_parts_are_its_identity(target, prompts):
+    parts = {"a": build_eagle(target, None), "b": build_eagle(target, None, version=1)}
+    router = Router(parts)
+    before = identity(router)
+    report = run(target, {"router": router}, prompts, settings=DraftSettings(length=3), max_new_tokens=12)
+    assert report["arms"][1]["exact_match"]["verdict"] == "exact"
+    assert set(report["drafters"]["router"]["choices"]) == {"a", "b", "off"}
+    assert identity(router) == before  # what it measured does not make it another
+    with torch.no_grad():
+        next(parts["a"].parameters()).add_(1)
+    assert identity(router) != before

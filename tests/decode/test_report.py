@@ -109,6 +109,16 @@ def test_plain_alone_still_gives_a_page(report, tmp_path):
     assert "Plain decoding" in write_report(report, [], tmp_path).read_text()
 
 
+def test_what_a_router_chose_is_shown(report, tmp_path):
+    name = next(iter(report["drafters"]))
+    report["drafters"][name]["choices"] = {"off": 1, "suffix, sure": 3}
+    words = "suffix, sure 3 times (75%); off 1 times (25%)"
+    assert words in write_report(report, [], tmp_path).read_text()
+    console = Console(file=io.StringIO(), width=200)
+    print_table(report, console)
+    assert f"{name} chose {words}" in console.file.getvalue()
+
+
 def test_terminal_table(report):
     console = Console(file=io.StringIO(), width=200)
     print_table(report, console)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,11 @@ from decode import engine
 from decode.engine import DraftSettings, SamplingParams, generate
 from drafters.base import DraftTree
 from drafters.build import build_eagle, build_medusa
+from drafters.combine import Merged
+from drafters.draft_model import DraftModel
+from drafters.lookahead import LookaheadDrafter
+from drafters.lookup import LookupDrafter, SuffixDrafter
+from drafters.router import Bandit, Router
 from drafters.target import wrap_target
 from tests.tiny import make_model, make_tokenizer
 
@@ -38,7 +44,23 @@ def proposers(five):
     medusa = build_medusa(five, None, heads=3)
     for head in medusa.heads:
         head[-1].weight.data.normal_(0, 0.3)
-    return {"eagle": eagle, "medusa": medusa}
+    smaller = make_model(vocab_size=V, layers=1, seed=5, hidden_size=16, intermediate_size=16, head_dim=8)
+    both = {"eagle": eagle, "medusa": medusa}
+    return both | {
+        "model": DraftModel(wrap_target(smaller, make_tokenizer(), "smaller"), five),
+        "lookup": LookupDrafter(1, 1),
+        "suffix": SuffixDrafter([[1, 3, 2, 0, 1], [2, 4, 4, 1, 2, 0]]),
+        "lookahead": LookaheadDrafter(2, 2, 2),
+        "router": Steady(both, bandit=Bandit(explore=2.0)),
+        "merged": Merged(both),
+    }
+
+
+class Steady(Router):
+    """A router on a clock that always tells the same."""
+
+    def observe(self, state, outcome):
+        super().observe(state, replace(outcome, seconds=0.1))
 
 
 def expected(target, params):
@@ -95,6 +117,12 @@ TREE = DraftSettings("tree", length=2, top_k=2, total=5)
         ("eagle", SAMPLED, "plain temperature"),
         ("medusa", CHAIN, "top-p"),
         ("eagle", TREE, "top-k"),
+        ("model", SAMPLED, "top-p"),
+        ("lookup", CHAIN, "plain temperature"),
+        ("suffix", TREE, "plain temperature"),
+        ("lookahead", TREE, "plain temperature"),
+        ("router", SAMPLED, "plain temperature"),
+        ("merged", TREE, "top-p"),
     ],
 )
 def test_sampled_output_follows_the_target(five, proposers, name, settings, params):

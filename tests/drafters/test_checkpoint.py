@@ -13,14 +13,14 @@ from drafters.target import wrap_target
 from tests.tiny import make_model, make_target, make_tokenizer
 
 SOME = torch.randperm(512, generator=torch.Generator().manual_seed(1))[:100].sort().values
-KINDS = [(kind, ids) for kind in ("medusa", "eagle1", "eagle3") for ids in ("full", "some")]
+KINDS = [(kind, ids) for kind in ("medusa", "hydra", "eagle1", "eagle3") for ids in ("full", "some")]
 
 
 def build(kind, target, ids):
     torch.manual_seed(4)
     draft_ids = SOME if ids == "some" else None
-    if kind == "medusa":
-        drafter = build_medusa(target, draft_ids, heads=3, layers=2, zero_blocks=False)
+    if kind in ("medusa", "hydra"):
+        drafter = build_medusa(target, draft_ids, heads=3, layers=2, zero_blocks=False, kind=kind)
     else:
         drafter = build_eagle(
             target, draft_ids, version=int(kind[-1]), num_heads=2, num_kv_heads=1, intermediate_size=48
@@ -73,7 +73,7 @@ def test_round_trip_is_bit_equal(target, tmp_path, capsys, kind, ids):
     assert [p.name for p in tmp_path.iterdir()] == ["run"]  # nothing temporary is left
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle1", "eagle3"])
 def test_a_tied_target_with_a_small_draft_vocabulary(tmp_path, kind):
     target = make_target(layers=2, tie_word_embeddings=True)
     assert target.lm_head.weight is target.embedding
@@ -81,11 +81,11 @@ def test_a_tied_target_with_a_small_draft_vocabulary(tmp_path, kind):
     save_drafter(drafter, tmp_path / "run", target, {})
     again = load_drafter(tmp_path / "run", target)
     assert torch.equal(probe_logits(drafter, target), probe_logits(again, target))
-    if kind != "medusa":
+    if kind.startswith("eagle"):
         assert json.loads((tmp_path / "run" / CONFIG).read_text())["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle1", "eagle3"])
 def test_a_bfloat16_target(tmp_path, kind):
     """Master weights stay float32 on disk; what decodes is cast, except rotary frequencies and ids."""
     target = wrap_target(make_model(layers=2).to(torch.bfloat16), make_tokenizer(), "half")
@@ -96,7 +96,7 @@ def test_a_bfloat16_target(tmp_path, kind):
     }
     again = load_drafter(tmp_path / "run", target)
     assert {p.dtype for p in again.parameters()} == {torch.bfloat16} and again.draft_ids.dtype == torch.int64
-    if kind != "medusa":
+    if kind.startswith("eagle"):
         assert torch.equal(again.rotary.inv_freq, drafter.rotary.inv_freq)
 
 
@@ -181,6 +181,15 @@ def test_medusa_tensors_and_config(target, tmp_path):
         "medusa_num_heads",
         "medusa_num_layers",
     }
+
+
+def test_hydra_tensors_and_config(target, tmp_path):
+    save_drafter(build("hydra", target, "some"), tmp_path / "run", target, {})
+    weights = load_file(tmp_path / "run" / WEIGHTS)
+    # head k reads the hidden state and k + 1 embeddings; the embedding itself is the target's and not in the file
+    assert [tuple(weights[f"{k}.0.linear.weight"].shape) for k in range(3)] == [(64, 128), (64, 192), (64, 256)]
+    assert tuple(weights["2.1.linear.weight"].shape) == (64, 64) and len(weights) == 3 * 5 + 1
+    assert json.loads((tmp_path / "run" / CONFIG).read_text())["model_type"] == "hydra"  # which no server takes
 
 
 SCALINGS = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from drafters.base import DraftSettings
+from drafters.beam import _best_subtree
 from drafters.build import build_eagle
-from drafters.eagle import _best_subtree
 from drafters.errors import UserError
 from drafters.target import Features
 from tests.tiny import make_target

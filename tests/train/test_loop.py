@@ -19,7 +19,7 @@ from train.recipe import recipe_from_dict
 from train.state import read_state
 from train.validation import Estimate
 
-KINDS = ("medusa", "eagle1", "eagle3")
+KINDS = ("medusa", "hydra", "eagle1", "eagle3")
 LOOP = sys.modules["train.loop"]
 
 
@@ -29,7 +29,12 @@ def final_weights(recipe):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("eagle3", {"optimizer": "adamw"}), ("medusa", {"optimizer": "muon"}), ("eagle1", {"cache_features": False})],
+    [
+        ("eagle3", {"optimizer": "adamw"}),
+        ("medusa", {"optimizer": "muon"}),
+        ("eagle1", {"cache_features": False}),
+        ("hydra", {}),
+    ],
 )
 @pytest.mark.parametrize("lost", ["in the step", "before the save", "in the validation"])
 def test_resumed_equals_uninterrupted(target, tmp_path, monkeypatch, kind, options, lost):  # pitfalls 28, 38

@@ -15,9 +15,11 @@ from train.features import target_features
 from train.objectives import Objective, ce, kl, position_weights, smooth_l1, step_weights, supervised
 from train.recipe import ObjectiveOptions
 
-KINDS = ("medusa", "eagle1", "eagle3")
+KINDS = ("medusa", "hydra", "eagle1", "eagle3")
+HEADS = ("medusa", "hydra")
 LOSSES = {
     "medusa": {"ce": 0.5, "kl": 1.0},
+    "hydra": {"ce": 0.5, "kl": 1.0},
     "eagle1": {"smooth_l1": 1.0, "kl": 0.1},
     "eagle3": {"kl": 1.0, "ce": 0.2},
 }
@@ -25,8 +27,8 @@ LOSSES = {
 
 def build(target, kind, ids=None, warm_layer=True):
     torch.manual_seed(3)
-    if kind == "medusa":
-        drafter = build_medusa(target, ids, heads=3, zero_blocks=False)
+    if kind in HEADS:
+        drafter = build_medusa(target, ids, heads=3, zero_blocks=False, kind=kind)
     else:
         drafter = build_eagle(target, ids, version=int(kind[-1]), warm_layer=warm_layer)
     return drafter.train()
@@ -116,16 +118,22 @@ def test_supervised_pairs_by_brute_force():  # pitfalls 21, 22
     assert found == expected and len(expected) > 50
 
 
+def draft_logits(drafter, features, outs, ids, j, b, t):
+    """Step j's draft from row t; heads are asked as the decoder asks them."""
+    if drafter.kind == "medusa":
+        return drafter.logits(j, features.final[b, t])
+    if drafter.kind == "hydra":
+        return drafter.logits(j, drafter.reads(features.final[b, t], ids[b, t + 1 : t + 2 + j]))
+    return drafter.logits(outs[j][b, t])
+
+
 def naive(objective, target, batch):
     """The objective again, dense and position by position."""
     drafter, opts, steps = objective.drafter, objective.options, objective.steps
     ids, mask = batch["input_ids"], batch["loss_mask"]
     features = target_features(target, ids, drafter.taps)
     everything = torch.arange(target.vocab_size) if drafter.draft_ids is None else drafter.draft_ids
-    if drafter.kind == "medusa":
-        outs = [drafter.trunk(k, features.final) for k in range(steps)]
-    else:
-        outs = drafter.unroll(ids, features, steps)
+    outs = drafter.unroll(ids, features, steps)
     weight = [opts.decay**j / sum(opts.decay**i for i in range(steps)) for j in range(steps)]
     total, unweighted, hits = 0.0, [0.0] * steps, [0.0] * steps
     for j in range(steps):
@@ -134,9 +142,7 @@ def naive(objective, target, batch):
         ]
         for b, t in pairs:
             s = t + 2 + j
-            draft = (
-                drafter.logits(j, features.final[b, t]) if drafter.kind == "medusa" else drafter.logits(outs[j][b, t])
-            )
+            draft = draft_logits(drafter, features, outs, ids, j, b, t)
             teacher = target.head(features.final[b, s - 1])[everything]
             value = 0.0
             if opts.losses.get("ce") and ids[b, s] in everything:
@@ -191,7 +197,7 @@ def test_logits_of_all_positions_never_exist(target, kind):  # pitfall 30
     positions = int(batch["loss_mask"].sum())
     with Largest() as largest:
         objective(batch["input_ids"], batch["loss_mask"], features, weights)["loss"].backward()
-    assert 0 < largest.numel < positions * target.vocab_size / 2
+    assert 0 < largest.numel < positions * target.vocab_size * 0.6  # Hydra's last head reads 4 x 64 numbers a row
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,7 +253,7 @@ def test_every_step_gives_gradient(target, kind, step):  # pitfall 26
     _, gradients = run(
         objective, target, batch, position_weights(list(batch["loss_mask"]), 3, "per_token", slice(0, 4))
     )
-    mine = {n: g for n, g in gradients.items() if kind != "medusa" or n.startswith(f"heads.{step}.")}
+    mine = {n: g for n, g in gradients.items() if kind not in HEADS or n.startswith(f"heads.{step}.")}
     assert mine and all(grad.abs().max() > 0 for grad in mine.values())
     assert all(not grad.any() for name, grad in gradients.items() if name not in mine)
 
@@ -284,8 +290,8 @@ def test_counting_sequences_are_learned_at_each_offset(target, kind):  # pitfall
         objective(x, mask, features, weights)["loss"].backward()
         optimizer.step()
     with torch.no_grad():
-        outs = [features.final] * steps if kind == "medusa" else drafter.unroll(x, features, steps)
+        outs = drafter.unroll(x, features, steps)
         for j in range(steps):
-            logits = drafter.logits(j, outs[j]) if kind == "medusa" else drafter.logits(outs[j])
+            logits = F.linear(outs[j], drafter.head_weight(j)) if kind in HEADS else drafter.logits(outs[j])
             right = ids[logits.argmax(-1)][:, : T - 2 - j] == x[:, 2 + j :]
             assert right.float().mean() > 0.95, j

@@ -49,7 +49,7 @@ def test_overrides_are_parsed_as_yaml(recipe_file):
     assert recipe.train.mixed_precision == "no" and recipe.data.source == "a=b.jsonl"
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle1", "eagle3"])
 def test_resolved_recipe_loads_equal(recipe_file, kind):
     recipe = load_recipe(recipe_file(MINIMAL), [f"drafter.kind={kind}", "train.lr=1e-5", "train.trackers=[]"])
     again = load_recipe(recipe_file(yaml.safe_dump(recipe.to_dict(), sort_keys=False)))
@@ -150,7 +150,7 @@ def test_every_field_has_its_reference():
         for item, following in zip(node.body, [*node.body[1:], None], strict=True):
             if isinstance(item, ast.AnnAssign) and not (
                 node.name == "Recipe"
-                and item.target.id in ("drafter", "target", "data", "synthesis", "objective", "train")
+                and item.target.id in ("drafter", "target", "data", "synthesis", "objective", "backbone", "train")
             ):
                 assert isinstance(following, ast.Expr), f"{node.name}.{item.target.id} has no docstring"
 

@@ -110,11 +110,11 @@ def test_estimate_in_numbers():
     }
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle1", "eagle3"])
 def test_estimate_agrees_with_a_real_decode(target, rows, tmp_path, kind):  # pitfall 80, DESIGN.md decision 11
     torch.manual_seed(0)
-    if kind == "medusa":
-        drafter = build_medusa(target, None, heads=4, warm_head=False)
+    if kind in ("medusa", "hydra"):
+        drafter = build_medusa(target, None, heads=4, warm_head=False, kind=kind)
     else:
         drafter = build_eagle(target, None, version=int(kind[-1]), warm_layer=False)
     objective = Objective(drafter, target, ObjectiveOptions(losses={"ce": 1.0}, steps=4, decay=1.0))

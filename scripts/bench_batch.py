@@ -1,0 +1,133 @@
+"""What batches bring: plain decoding beside HF `generate`, and speculation at batch 1 to 16.
+
+    python scripts/bench_batch.py --target smollm2-135m --drafter runs/smollm2-eagle3 --dtype bfloat16 --out runs/bench
+
+Every arm decodes the same prompts to the same length, no end token; arms take turns. Decoding time only: prefills
+differ by what they batch, not by how they decode. `scripts/bench.py` runs this too.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from decode.batch import generate_batch
+from decode.engine import DraftSettings, Policy, Request
+from decode.prompts import load_prompts
+from drafters.base import Drafter
+from drafters.checkpoint import load_drafter
+from drafters.errors import cli
+from drafters.target import Target, load_target
+
+SIZES = (1, 2, 4, 8, 16)
+CHAINS = (1, 2, 4)
+TURNS = 3
+
+
+def prompts(target: Target, count: int) -> list[list[int]]:
+    """Token ids of so many built-in prompts, of different lengths."""
+    texts = load_prompts("headstart")
+    return [target.render(texts[i % len(texts)].messages) for i in range(count)]
+
+
+def decode_seconds(
+    target: Target, drafter: Drafter | None, ids: list[list[int]], tokens: int, settings: DraftSettings | Policy | None
+) -> float:
+    """Seconds from the last prefill to the end of the batch."""
+    requests = [Request(prompt, tokens, settings, eos_token_ids=()) for prompt in ids]
+    return max(out.decode_s for out in generate_batch(target, drafter, requests, max_batch=len(requests)))
+
+
+def plain_against_hf(target: Target, tokens: int, size: int = 16) -> dict[str, float]:
+    """Our plain decoding and the stock model's `generate` over left-padded rows; tokens per second of both."""
+    ids = prompts(target, size)
+    rows = [torch.tensor(prompt).flip(0) for prompt in ids]
+    batch = pad_sequence(rows, batch_first=True).flip(1).to(target.device)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).flip(1).to(target.device)
+
+    def hf(count: int) -> float:
+        start = time.perf_counter()
+        settings = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
+        with target.as_loaded(), torch.inference_mode():
+            target.model.generate(batch, attention_mask=mask, **settings)  # type: ignore[operator]
+        return time.perf_counter() - start
+
+    hf(2)
+    decode_seconds(target, None, ids, 2, None)
+    theirs, ours = [], []
+    for _ in range(TURNS):
+        theirs.append(hf(tokens) - hf(1))
+        ours.append(decode_seconds(target, None, ids, tokens, None))
+    made = size * (tokens - 1)
+    return {
+        f"plain_tokens_per_s_b{size}": made / median(ours),
+        f"hf_tokens_per_s_b{size}": made / median(theirs),
+        f"plain_vs_hf_b{size}": median(theirs) / median(ours),
+    }
+
+
+def speculation(
+    target: Target,
+    drafter: Drafter,
+    tokens: int,
+    sizes: Sequence[int] = SIZES,
+    policy: Policy | None = None,
+) -> dict[str, float]:
+    """Speedup over plain decoding in the same engine, batch by batch: each chain, the best of them, and a policy.
+
+    Args:
+        target: as it will decode.
+        drafter: what drafts.
+        tokens: of every request.
+        sizes: batches.
+        policy: an adaptive setting to time beside the fixed ones.
+    """
+    arms: dict[str, Any] = {f"chain{k}": DraftSettings("chain", k) for k in CHAINS}
+    arms |= {"adaptive": policy} if policy is not None else {}
+    results: dict[str, float] = {}
+    for size in sizes:
+        ids = prompts(target, size)
+        times: dict[str, list[float]] = {name: [] for name in ("plain", *arms)}
+        for turn in range(TURNS + 1):
+            for name in times:
+                seconds = decode_seconds(
+                    target, drafter if name in arms else None, ids, tokens if turn else 4, arms.get(name)
+                )
+                if turn:  # the first one warms up
+                    times[name].append(seconds)
+        speedup = {name: median(times["plain"]) / median(times[name]) for name in arms}
+        results |= {f"batch_speedup_{size}_{name}": value for name, value in speedup.items()}
+        results[f"batch_speedup_{size}"] = max(speedup.values())
+        results[f"plain_tokens_per_s_b{size}"] = size * (tokens - 1) / median(times["plain"])
+    return results
+
+
+def main() -> None:
+    """Runs both, prints the figures and writes bench_batch.json."""
+    p = argparse.ArgumentParser(description="Benchmark batched decoding, plain and speculative.")
+    p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
+    p.add_argument("--drafter", help="drafter folder; without one only plain decoding is timed")
+    p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
+    p.add_argument("--tokens", type=int, default=48, help="new tokens of each request")
+    p.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="batches of the speculative part")
+    p.add_argument("--out", default="runs/bench", help="folder for bench_batch.json")
+    args = p.parse_args()
+    target = load_target(args.target, args.dtype)
+    results = plain_against_hf(target, args.tokens)
+    if args.drafter:
+        results |= speculation(target, load_drafter(args.drafter, target), args.tokens, args.sizes)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bench_batch.json").write_text(json.dumps(results, indent=2) + "\n")
+    for name, value in results.items():
+        print(f"{name}: {value:.3f}")
+
+
+if __name__ == "__main__":
+    cli(main)()

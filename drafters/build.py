@@ -59,6 +59,7 @@ def build_eagle(
     num_kv_heads: int | None = None,
     warm_head: bool = True,
     warm_layer: bool = True,
+    norms: Sequence[str] = (),
 ) -> EagleDrafter:
     """An EAGLE drafter of the target's width.
 
@@ -73,6 +74,7 @@ def build_eagle(
         warm_head: head rows and final norm from the target (EAGLE-3; EAGLE-1 always uses the target's head).
         warm_layer: the layer from the target's last block, where the shapes agree; `fc` starts by passing on the
             hidden state (EAGLE-1) or the deepest tap (EAGLE-3).
+        norms: further norms of EAGLE-3, of `drafters.eagle.NORMS`.
 
     Raises:
         UserError: shapes that cannot be.
@@ -80,13 +82,13 @@ def build_eagle(
     llama = _llama_config(target, intermediate_size, num_heads, num_kv_heads)
     taps = target.check_taps(tuple(taps) if taps is not None else target.default_taps()) if version == 3 else ()
     Vd = target.vocab_size if draft_ids is None else len(draft_ids)
-    drafter = EagleDrafter(EagleConfig(version, llama, target.hidden_size, Vd, taps), draft_ids)
+    drafter = EagleDrafter(
+        EagleConfig(version, llama, target.hidden_size, Vd, taps, **dict.fromkeys(norms, True)), draft_ids
+    )
     with torch.no_grad():
-        for name, weight in drafter.named_parameters():
-            if weight.dim() == 2:
+        for weight in drafter.parameters():
+            if weight.dim() == 2:  # the rest are norms, which start at one
                 weight.normal_(0.0, 0.02)
-            elif not name.endswith("norm.weight"):
-                weight.zero_()
         if warm_head and version == 3:
             drafter.lm_head.weight.copy_(_head_rows(target, draft_ids))
             _copy_norm(drafter.norm.weight, _final_norm(target))

@@ -9,7 +9,6 @@ before it reports success.
 import shutil
 import sys
 import tempfile
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from transformers import LlamaConfig
 from drafters.adapter import ADAPTER, read_adapter
 from drafters.base import DraftSettings
 from drafters.build import TrainedDrafter
-from drafters.eagle import EagleConfig, EagleDrafter
+from drafters.eagle import NORMS, EagleConfig, EagleDrafter
 from drafters.errors import UserError
 from drafters.files import CONFIG, META, WEIGHTS, read_folder, read_json, read_weights, write_json
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.packing import pack_linears
-from drafters.readers import EAGLE_FLAGS, TAPS, Checkpoint, read_checkpoint
+from drafters.readers import TAPS, Checkpoint, norms_of, read_checkpoint
 from drafters.target import Features, Target
 from drafters.vocab import from_offsets, to_offsets
 
@@ -94,7 +93,6 @@ def load_drafter(
     config, meta, weights = found.config, found.meta, found.weights
     _check_sizes(folder, config, meta, target)
     kind = _kind(folder, config)
-    _check_flags(folder, config)
     draft_ids = _draft_ids(kind, weights, meta, target.vocab_size)
     drafter = _skeleton(kind, config, draft_ids, folder)
     _compare(weights, expected_tensors(drafter), folder)
@@ -162,6 +160,10 @@ def expected_tensors(drafter: TrainedDrafter) -> Table:
                 "norm.weight": (H,),
                 "lm_head.weight": (e.draft_vocab_size, H),
             }
+            if e.norm_before_fc:
+                table["input_norm.weight"] = (len(e.taps) * e.target_hidden_size,)
+            if e.fc_norm:
+                table |= {f"fc_norm.{i}.weight": (e.target_hidden_size,) for i in range(len(e.taps))}
             if e.draft_vocab_size != c.vocab_size:
                 extra = {"d2t": ((e.draft_vocab_size,), torch.int64), "t2d": ((c.vocab_size,), torch.bool)}
     return {name: (shape, torch.float32) for name, shape in table.items()} | extra
@@ -173,7 +175,6 @@ def table_of(found: Checkpoint, folder: Path) -> Table:
     if config.get(TAPS, 0) is None:  # left to the target; their number shows in fc
         config[TAPS] = list(range(found.weights["fc.weight"].shape[1] // config["hidden_size"]))
     kind = _kind(folder, config)
-    _check_flags(folder, config)
     ids = _draft_ids(kind, found.weights, found.meta, config.get("vocab_size") or 0)
     with torch.device("meta"):
         return expected_tensors(_skeleton(kind, config, ids, folder))
@@ -238,14 +239,16 @@ def native_config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
     }
     if e.version == 1:
         return config | {"bias": e.fc_bias}
+    nested = {"norm_before_fc": "norm_before_fc", "norm_output": "return_hidden_post_norm"}  # TensorRT-LLM's places
     return config | {
         "draft_vocab_size": e.draft_vocab_size,
-        **{flag: bool(getattr(e, flag, False)) for flag in EAGLE_FLAGS},  # written even when false: defaults differ
+        **{name: getattr(e, name) for name in NORMS},  # written even when false: readers' defaults differ
         "num_aux_hidden_states": len(e.taps),
         "eagle_aux_hidden_state_layer_ids": list(e.taps),  # vLLM, llama.cpp: index into hidden_states
         "eagle_config": {  # SGLang: id of the layer whose output it is
             "eagle_aux_hidden_state_layer_ids": [k - 1 for k in e.taps],
             "use_aux_hidden_state": True,
+            **{nested[name]: True for name in e.norms if name in nested},
         },
     }
 
@@ -281,8 +284,9 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
         size = llama.vocab_size if draft_ids is None else len(draft_ids)
         taps = tuple(int(k) for k in config["eagle_aux_hidden_state_layer_ids"]) if kind == "eagle3" else ()
+        norms = dict.fromkeys(norms_of(config) if kind == "eagle3" else (), True)
         bias = kind == "eagle1" and config.get("bias") is True
-        eagle = EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, fc_bias=bias)
+        eagle = EagleConfig(int(kind[-1]), llama, llama.hidden_size, size, taps, fc_bias=bias, **norms)
         return EagleDrafter(eagle, draft_ids)
     except StrictDataclassError as error:
         raise UserError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
@@ -318,16 +322,6 @@ def _check_sizes(folder: Path, config: dict[str, Any], meta: dict[str, Any], tar
             made_for = (meta.get("target") or {}).get("name") or meta.get("made_for") or "another model"
             raise UserError(
                 f"{folder}: {key}={config.get(key)}, but target {target.name!r} has {size}; made for {made_for}"
-            )
-
-
-def _check_flags(folder: Path, config: dict[str, Any]) -> None:
-    """A flag that changes the forward pass must be one we compute."""
-    known = {item.name for item in fields(EagleConfig)}
-    for flag in EAGLE_FLAGS:
-        if config.get(flag) and flag not in known:
-            raise UserError(
-                f"{folder / CONFIG}: {flag}=true is not computed here; only drafters with it false are read"
             )
 
 

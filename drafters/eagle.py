@@ -1,7 +1,8 @@
 """EAGLE-1 and EAGLE-3 drafters: one decoder layer over target features, two input contracts.
 
 EAGLE-1/2 (arXiv 2401.15077, 2406.16858) reads the final normed hidden state, `fc([embedding; hidden])`.
-EAGLE-3 (arXiv 2503.01840) reads three tapped layers through `fc`; the layer sees `[embedding; fused]` normed.
+EAGLE-3 (arXiv 2503.01840) reads three tapped layers through `fc`; the layer sees `[embedding; fused]` normed. EAGLE-3.1
+norms each tap (`fc_norm`) and what a step hands to the next (`norm_output`), which otherwise grows with depth.
 
 Alignment: row t pairs token x[t+1] with the target features of position t, stands at rotary position t, and predicts
 x[t+2]; draft step j pairs x[t+1+j] with the layer's own previous output, at position t+j, and predicts x[t+2+j].
@@ -26,6 +27,9 @@ from drafters.base import DraftSettings, DraftTree, draw_draft
 from drafters.beam import grow_tree
 from drafters.target import Features, Target
 
+NORMS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+"""Norms that an EAGLE-3 drafter may have beside its usual ones, by their keys in `config.json`."""
+
 
 @dataclass(frozen=True)
 class EagleConfig:
@@ -36,7 +40,16 @@ class EagleConfig:
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...] = ()
+    norm_before_fc: bool = False  # over all taps at once
+    fc_norm: bool = False  # over each tap
+    norm_before_residual: bool = False
+    norm_output: bool = False
     fc_bias: bool = False  # EAGLE-1: some published ones have it; vLLM drops it, so none is trained here
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Those of `NORMS` that it has."""
+        return tuple(name for name in NORMS if getattr(self, name))
 
 
 class Rotary(LlamaRotaryEmbedding):
@@ -96,9 +109,14 @@ class EagleDrafter(nn.Module):
         llama, H = config.llama, config.llama.hidden_size
         layer = EagleLayer(llama, config.version)
         if config.version == 3:
-            self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, H, bias=False)
+            D, eps = config.target_hidden_size, llama.rms_norm_eps
+            if config.norm_before_fc:
+                self.input_norm = nn.RMSNorm(len(config.taps) * D, eps)
+            if config.fc_norm:
+                self.fc_norm = nn.ModuleList(nn.RMSNorm(D, eps) for _ in config.taps)
+            self.fc = nn.Linear(len(config.taps) * D, H, bias=False)
             self.midlayer = layer
-            self.norm = nn.RMSNorm(H, llama.rms_norm_eps)
+            self.norm = nn.RMSNorm(H, eps)
             self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
         else:
             self.fc = nn.Linear(2 * H, H, bias=config.fc_bias)
@@ -133,7 +151,13 @@ class EagleDrafter(nn.Module):
         if self.config.version == 1:
             return features.final.to(dtype)
         assert features.taps is not None
-        return self.fc(features.taps.to(dtype))
+        taps = features.taps.to(dtype)  # (B, T, A * D)
+        if self.config.norm_before_fc:
+            taps = self.input_norm(taps)
+        if self.config.fc_norm:
+            each = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, each, strict=True)], dim=-1)
+        return self.fc(taps)
 
     @property
     def head_weight(self) -> Tensor:
@@ -141,8 +165,8 @@ class EagleDrafter(nn.Module):
         return self.lm_head.weight if self.config.version == 3 else self._shared["head"]
 
     def normed(self, out: Tensor) -> Tensor:
-        """The layer's output as the head reads it."""
-        return self.norm(out) if self.config.version == 3 else out
+        """An output of `outputs` as the head reads it."""
+        return out if self.config.version == 1 or self.config.norm_output else self.norm(out)
 
     def logits(self, out: Tensor) -> Tensor:
         """(..., H) -> (..., Vd): row t of step j predicts x[t+2+j]."""
@@ -155,8 +179,9 @@ class EagleDrafter(nn.Module):
         embeds = self.embed(tokens).to(hidden.dtype)
         layer, attention = self.layer, self.layer.self_attn
         if self.config.version == 3:
-            residual = hidden
-            x = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], dim=-1)  # (B, T, 2H)
+            normed = layer.hidden_norm(hidden)
+            residual = normed if self.config.norm_before_residual else hidden
+            x = torch.cat([layer.input_layernorm(embeds), normed], dim=-1)  # (B, T, 2H)
         else:
             residual = x = self.fc(torch.cat([embeds, hidden], dim=-1))
         B, T = tokens.shape
@@ -169,12 +194,16 @@ class EagleDrafter(nn.Module):
         return residual, q, k, v
 
     def outputs(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer: attended (B, T, heads * d) -> (B, T, H), before any final norm."""
+        """The rest of the layer: attended (B, T, heads * d) -> (B, T, H), what the next step reads.
+
+        It is before the final norm, or with `norm_output` after it.
+        """
         layer = self.layer
         hidden = residual + layer.self_attn.o_proj(attended)
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        out = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.norm(out) if self.config.norm_output else out
 
-    def unroll(self, ids: Tensor, features: Features, steps: int) -> list[Tensor]:
+    def unroll(self, ids: Tensor, features: Features, steps: int, detach: bool = False) -> list[Tensor]:
         """Training-time test: `steps` teacher-forced draft steps on every row at once.
 
         Step j's query at row t sees what the decoder's step j would: the committed rows 0..t of step 0, and of the
@@ -184,9 +213,10 @@ class EagleDrafter(nn.Module):
             ids: (B, T) tokens x.
             features: of the same positions.
             steps: number of draft steps n.
+            detach: stop the gradient between steps (HASS).
 
         Returns:
-            n tensors (B, T, H), before the final norm; row t of step j predicts x[t+2+j]. Rows whose tokens lie past
+            n tensors (B, T, H), as `normed` takes them; row t of step j predicts x[t+2+j]. Rows whose tokens lie past
             the end of x hold nothing of use and must not be supervised.
         """
         B, T = ids.shape
@@ -200,8 +230,8 @@ class EagleDrafter(nn.Module):
             residual, q, k, v = self.inputs(tokens, hidden, rows + j)
             keys.append(k)
             values.append(v)
-            hidden = self.outputs(residual, _unrolled_attention(q, keys, values))
-            outs.append(hidden)
+            outs.append(self.outputs(residual, _unrolled_attention(q, keys, values)))
+            hidden = outs[-1].detach() if detach else outs[-1]
         return outs
 
     # ---- decoding

@@ -18,12 +18,12 @@ from torch import Tensor
 from drafters.adapter import ADAPTER
 from drafters.build import TrainedDrafter
 from drafters.checkpoint import Table, load_drafter, native_config, native_tensors
-from drafters.eagle import EagleDrafter
+from drafters.eagle import NORMS, EagleDrafter
 from drafters.errors import UserError
 from drafters.files import CONFIG, META, WEIGHTS, RawFolder, read_json, read_weights, write_json
 from drafters.locate import resolve_path
 from drafters.medusa import MedusaDrafter
-from drafters.readers import EAGLE_FLAGS, TAPS
+from drafters.readers import TAPS
 from drafters.rebuild import rebuilt_logits
 from drafters.servers import NAMES, check_pair, findings
 from drafters.target import Features, Target
@@ -155,9 +155,6 @@ def _eagle_config(drafter: EagleDrafter, server: str, config: dict[str, Any], ta
         if server == "sglang":
             config |= {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
         return config
-    used = {flag: True for flag in EAGLE_FLAGS if config[flag]}  # some servers read them here only
-    used |= {"return_hidden_post_norm": True} if config["norm_output"] else {}
-    config["eagle_config"] |= used
     if server == "eagle":
         config["architectures"] = ["LlamaForCausalLM"]
         L, taps = target.num_layers, drafter.taps
@@ -170,7 +167,7 @@ def _eagle_config(drafter: EagleDrafter, server: str, config: dict[str, Any], ta
 
 
 def _speculators_config(config: dict[str, Any], target: Target) -> dict[str, Any]:
-    own = {"draft_vocab_size", TAPS, *EAGLE_FLAGS}
+    own = {"draft_vocab_size", TAPS, *NORMS}
     layer = {k: v for k, v in config.items() if k not in own | {"architectures", "eagle_config", "torch_dtype"}}
     layer.pop("num_aux_hidden_states")
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}

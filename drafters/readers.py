@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.files import CONFIG, RawFolder, is_native
 from drafters.target import Target
 from drafters.vocab import to_offsets
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
-EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 LLAMA_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")  # without them: no shapes
 
 
@@ -210,12 +210,22 @@ def _taps(config: dict[str, Any], out: Checkpoint, target: Target | None) -> lis
 
 
 def _eagle_flags(config: dict[str, Any], out: Checkpoint) -> dict[str, bool]:
-    nested = config.get("eagle_config") or {}
-    flags = {name: bool(config.get(name, nested.get(name, False))) for name in EAGLE_FLAGS}
-    flags["norm_output"] |= bool(nested.get("return_hidden_post_norm"))
     if out.layout == "speculators" and "norm_before_residual" not in config:
         out.warnings.append("norm_before_residual is not written: false, speculators' default; vLLM assumes true")
-    return flags
+    norms = norms_of(config)
+    return {name: name in norms for name in NORMS}
+
+
+def norms_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """The further norms of an EAGLE-3 config, by any of the keys that published checkpoints say them with."""
+    nested = config.get("eagle_config")
+    nested = nested if isinstance(nested, dict) else {}
+    also = {
+        **nested,
+        "fc_norm": nested.get("fc_norm") or config.get("use_aux_norm"),  # SGLang's older name
+        "norm_output": nested.get("norm_output") or nested.get("return_hidden_post_norm"),  # TensorRT-LLM's name
+    }
+    return tuple(name for name in NORMS if config.get(name) or also.get(name))
 
 
 def _eagle3_vocabulary(raw: RawFolder, out: Checkpoint, target: Target | None) -> None:

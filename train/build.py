@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafters.build import TrainedDrafter, build_eagle, build_medusa
 from drafters.checkpoint import load_drafter
+from drafters.eagle import NORMS, EagleDrafter
 from drafters.errors import UserError
 from drafters.medusa import MedusaDrafter
 from drafters.packing import native_bf16
@@ -127,6 +128,7 @@ def _fresh(recipe: Recipe, target: Target, ids: Tensor | None) -> TrainedDrafter
             options.num_kv_heads,
             options.warm_head,
             options.warm_layer,
+            _norms(recipe),
         )
     return drafter.to(target.device)
 
@@ -141,7 +143,14 @@ def _continued(recipe: Recipe, target: Target) -> TrainedDrafter:
         raise UserError(
             f"drafter.init={options.init} was trained with an adapter on its target; start from other heads"
         )
+    for name in _norms(recipe):
+        if not isinstance(drafter, EagleDrafter) or name not in drafter.config.norms:
+            raise UserError(f"drafter.init={options.init} was made without drafter.{name}=true; remove one of them")
     return drafter.requires_grad_(True)
+
+
+def _norms(recipe: Recipe) -> list[str]:
+    return [name for name in NORMS if getattr(recipe.drafter, name)]
 
 
 def make_objective(drafter: TrainedDrafter, target: Target, recipe: Recipe) -> Objective:

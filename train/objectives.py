@@ -1,4 +1,4 @@
-"""Losses as pure functions, and the objective that a drafter is trained on: supervised positions only, in chunks.
+"""The objective that a drafter is trained on: weighted losses of supervised positions only, in chunks.
 
 Step j (EAGLE's draft step, Medusa's head) predicts token x[s] from row t = s - 2 - j. The target's own distribution for
 x[s] comes from its final hidden state at s - 1, so one chunk of positions s serves every step.
@@ -17,39 +17,8 @@ from drafters.build import TrainedDrafter
 from drafters.medusa import MedusaDrafter
 from drafters.packing import native_bf16
 from drafters.target import Features, Target
-from train.recipe import Loss, ObjectiveOptions
-
-
-def ce(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy with the text's token (Medusa-1, arXiv 2401.10774); 0 where the draft vocabulary lacks it.
-
-    Args:
-        draft_logits: (C, Vd) float32.
-        target_logits: (C, Vd), unused.
-        labels: (C,) draft ids, -1 outside the draft vocabulary.
-
-    Returns:
-        (C,) nats.
-    """
-    return F.cross_entropy(draft_logits, labels, ignore_index=-1, reduction="none")
-
-
-def kl(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
-    """KL(p || q) from the target's distribution, renormalized over the draft vocabulary (EAGLE-3, arXiv 2503.01840).
-
-    Args and returns as for `ce`; the gradient is that of soft cross entropy.
-    """
-    log_p = torch.log_softmax(target_logits, dim=-1)
-    log_q = torch.log_softmax(draft_logits, dim=-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-LOGIT_LOSSES: dict[Loss, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"ce": ce, "kl": kl}
-
-
-def smooth_l1(predicted: Tensor, features: Tensor) -> Tensor:
-    """Smooth L1 between predicted and true hidden states, (P, D) -> (P,) (EAGLE-1, arXiv 2401.15077)."""
-    return F.smooth_l1_loss(predicted.float(), features.float(), reduction="none").mean(-1)
+from train.losses import LOGIT_LOSSES, smooth_l1
+from train.recipe import ObjectiveOptions
 
 
 def step_weights(steps: int, decay: float, reduction: str) -> list[float]:
@@ -250,7 +219,9 @@ class Objective(nn.Module):
         return {"loss": loss, "steps": parts, "hits": hits}
 
     def _outputs(self, ids: Tensor, features: Features) -> list[Tensor]:
-        return self.drafter.unroll(ids, features, self.steps)
+        if isinstance(self.drafter, MedusaDrafter):
+            return self.drafter.unroll(ids, features, self.steps)
+        return self.drafter.unroll(ids, features, self.steps, self.options.detach)
 
     def _head_input(self, hidden: Tensor) -> Tensor:
         return hidden if isinstance(self.drafter, MedusaDrafter) else self.drafter.normed(hidden)
@@ -270,7 +241,8 @@ class Objective(nn.Module):
         total = draft_logits.new_zeros(len(draft_logits))
         for name, function in LOGIT_LOSSES.items():
             if self.options.losses.get(name):
-                total = total + self.options.losses[name] * function(draft_logits, target_logits, labels)
+                more = {"k": self.options.top_k} if name == "topk" else {}
+                total = total + self.options.losses[name] * function(draft_logits, target_logits, labels, **more)
         return total
 
 

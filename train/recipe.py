@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from drafters.errors import UserError
 from train.strict import Errors, Range, apply_overrides, build, read_yaml, show
 
-Loss = Literal["ce", "kl", "smooth_l1"]
+Loss = Literal["ce", "kl", "reverse_kl", "js", "tv", "nla", "lk", "topk", "smooth_l1"]
 
 
 Count = Annotated[int, Range(1)]
@@ -124,6 +124,14 @@ class DrafterOptions:
     """Start the drafter's output head as the target's rows of the draft vocabulary."""
     warm_layer: bool = only_for("eagle1", "eagle3", default=True)
     """Start the EAGLE layer as the target's last one, where shapes allow."""
+    norm_before_fc: bool = only_for("eagle3", default=False)
+    """One norm over all tapped layers together, before they are fused."""
+    fc_norm: bool = only_for("eagle3", default=False)
+    """A norm for each tapped layer before they are fused, instead of that one (EAGLE-3.1)."""
+    norm_before_residual: bool = only_for("eagle3", default=False)
+    """The layer adds to the normed hidden state, not to the raw one; SGLang and TensorRT-LLM ignore this."""
+    norm_output: bool = only_for("eagle3", default=False)
+    """A step reads the output of the step before after the final norm, not before it (EAGLE-3.1)."""
     zero_blocks: bool = only_for("medusa", "hydra", default=True)
     """Start the residual blocks at zero, so that each head starts as the target's own head."""
     train_head: bool = True
@@ -137,10 +145,17 @@ class ObjectiveOptions:
     losses: dict[Loss, NotNegative] = by_kind(
         medusa={"kl": 1.0}, hydra={"kl": 1.0}, eagle1={"smooth_l1": 1.0, "kl": 0.1}, eagle3={"kl": 1.0}
     )
-    """Weight of each loss: `ce` (the text's token), `kl` (the target's distribution), `smooth_l1` (the target's hidden
-    state; eagle1 only). null: kl, and smooth_l1 + 0.1 kl for eagle1."""
+    """Weight of each loss: `ce` (the text's token); `kl`, `reverse_kl`, `js`, `tv` (distances to the target's
+    distribution); `nla`, `lk` (its acceptance); `topk` (its likeliest tokens); `smooth_l1` (its hidden state; eagle1
+    only). See `train/losses.py`. null: kl, and smooth_l1 + 0.1 kl for
+    eagle1."""
+    top_k: Count = 10
+    """Tokens that the loss `topk` looks at."""
     steps: Count = by_kind(medusa=1, hydra=1, eagle1=1, eagle3=3)
     """Steps that EAGLE is unrolled on its own output. null: 3 for eagle3, 1 for eagle1; heads have none."""
+    detach: bool = False
+    """EAGLE's steps read the output of the step before as a constant, as HASS does; false lets the loss of a step train
+    the steps before it too, as EAGLE-3 does."""
     decay: Annotated[float, Range(0, 1, open_low=True)] = 0.8
     """Weight of step (or head) k is `decay ** k`."""
     decay_reduction: Literal["sum", "mean"] = "mean"
@@ -329,6 +344,12 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
     refuse(not recipe.output.strip(), "output is empty; name the run's folder", "output")
     taps = drafter.taps
     refuse(taps is not None and len(set(taps)) != len(taps), f"drafter.taps={taps} names a layer twice", "drafter.taps")
+    refuse(
+        drafter.norm_before_fc and drafter.fc_norm,
+        "drafter.norm_before_fc=true and drafter.fc_norm=true norm the tapped layers twice; keep one",
+        "drafter.norm_before_fc",
+        "drafter.fc_norm",
+    )
     refuse(taps == (), "drafter.taps is empty; name layers or leave it null", "drafter.taps")
     refuse(
         bool(drafter.num_heads and drafter.num_kv_heads and drafter.num_heads % drafter.num_kv_heads),

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters.build import build_eagle, build_medusa
 from drafters.checkpoint import CONFIG, META, WEIGHTS, expected_tensors, load_drafter, probe_logits, save_drafter
+from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.target import wrap_target
 from tests.tiny import make_model, make_target, make_tokenizer
@@ -154,6 +155,54 @@ def test_eagle3_tensors_and_config(target, saved):
     assert fixed.items() <= config.items()
     meta = json.loads((saved / META).read_text())
     assert meta["kind"] == "eagle3" and meta["target"] == target.fingerprint and meta["recipe"] == {"lr": 1e-3}
+
+
+@pytest.mark.parametrize("norms", [(n,) for n in NORMS] + [("fc_norm", "norm_output")], ids="+".join)
+def test_further_norms_of_eagle3(target, tmp_path, norms):
+    plain = build("eagle3", target, "some")
+    drafter = build_eagle(target, SOME, num_heads=2, num_kv_heads=1, intermediate_size=48, norms=norms)
+    for weight in drafter.parameters():
+        weight.data.add_(torch.randn_like(weight) * 0.05)
+    folder = save_drafter(drafter, tmp_path / "run", target, {})
+    again = load_drafter(folder, target)
+    assert again.config.norms == norms
+    assert torch.equal(probe_logits(again, target), probe_logits(drafter, target))
+    more = {
+        "norm_before_fc": {"input_norm.weight": (192,)},
+        "fc_norm": {f"fc_norm.{i}.weight": (64,) for i in range(3)},
+    }
+    added = {name: shape for norm in norms for name, shape in more.get(norm, {}).items()}
+    mine, usual = expected_tensors(drafter), expected_tensors(plain)
+    assert {n: mine[n][0] for n in mine.keys() - usual.keys()} == added and usual.items() <= mine.items()
+    config = json.loads((folder / CONFIG).read_text())
+    assert {n for n in NORMS if config.get(n)} == set(norms)
+    assert {
+        "norm_before_residual",
+        "norm_before_fc",
+    } <= config.keys()  # always said; the two of EAGLE-3.1 if they are used
+    nested = set(config["eagle_config"]) - {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"}
+    names = {"norm_before_fc": "norm_before_fc", "norm_output": "return_hidden_post_norm"}
+    assert nested == {names[n] for n in norms if n in names}
+
+
+@pytest.mark.parametrize(
+    ("norm", "keys"),
+    [
+        ("norm_before_fc", {"norm_before_fc": ..., "eagle_config": {"norm_before_fc": True}}),
+        ("fc_norm", {"fc_norm": ..., "use_aux_norm": True}),
+        ("norm_output", {"norm_output": ..., "eagle_config": {"return_hidden_post_norm": True}}),
+    ],
+)
+def test_other_keys_of_published_norms(target, tmp_path, norm, keys):
+    drafter = build_eagle(target, SOME, norms=(norm,))
+    folder = save_drafter(drafter, tmp_path / "run", target, {})
+    edit_config(folder, **keys)
+    again = load_drafter(folder, target)
+    assert again.config.norms == (norm,)
+    assert torch.equal(probe_logits(again, target), probe_logits(drafter, target))
+    edit_config(folder, use_aux_norm=..., **{norm: False}, eagle_config={})
+    if norm != "norm_output":  # which has no tensor that could tell
+        refuses(folder, target, "unknown")
 
 
 def test_a_full_vocabulary_needs_no_map(target):

@@ -6,6 +6,7 @@ import torch
 from drafters.base import DraftSettings
 from drafters.beam import _best_subtree
 from drafters.build import build_eagle
+from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.target import Features
 from tests.tiny import make_target
@@ -15,19 +16,34 @@ IDS = torch.randint(512, (2, T), generator=torch.Generator().manual_seed(0))
 SOME = torch.randperm(512, generator=torch.Generator().manual_seed(1))[:100].sort().values
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def eagle(request, target):
-    torch.manual_seed(request.param)
-    drafter = build_eagle(target, SOME, version=request.param, warm_layer=False)
+VARIANTS = {"eagle1": (1, ()), "eagle3": (3, ()), "eagle3.1": (3, ("fc_norm", "norm_output"))}
+VARIANTS |= {name: (3, (name,)) for name in NORMS}
+
+
+def make_eagle(target, variant):
+    version, norms = VARIANTS[variant]
+    torch.manual_seed(version)
+    drafter = build_eagle(target, SOME, version=version, warm_layer=False, norms=norms)
     for weight in drafter.parameters():
         if weight.dim() == 2:
             weight.data.normal_(0, 0.2 if drafter.kind == "eagle3" else 0.1)  # EAGLE-1 norms nothing on its way
+        else:
+            weight.data.uniform_(0.6, 1.4)
     drafter._shared = {name: weight.double() for name, weight in drafter._shared.items()}
     return drafter.double()  # so that 1e-5 means something; softmax and rotary angles stay float32
 
 
+@pytest.fixture(scope="module", params=["eagle1", "eagle3", "eagle3.1"])
+def eagle(request, target):
+    return make_eagle(target, request.param)
+
+
 @pytest.fixture(scope="module")
 def features(target, eagle):
+    return features_for(target, eagle)
+
+
+def features_for(target, eagle):
     found = target.forward(IDS, torch.arange(T)[None].expand(2, T), taps=eagle.taps)
     return Features(found.final.double(), None if found.taps is None else found.taps.double())
 
@@ -55,7 +71,10 @@ def decoded_logits(eagle, features, row, t):
 
 
 @torch.no_grad()
-def test_teacher_forced_training_equals_decoding(eagle, features):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_teacher_forced_training_equals_decoding(target, variant):
+    eagle = make_eagle(target, variant)
+    features = features_for(target, eagle)
     outs = eagle.unroll(IDS, features, STEPS)
     compared = 0
     for row in range(2):
@@ -64,6 +83,67 @@ def test_teacher_forced_training_equals_decoding(eagle, features):
                 torch.testing.assert_close(eagle.logits(outs[j][row, t]), expected, atol=1e-5, rtol=1e-5)
                 compared += 1
     assert compared == 2 * sum(min(STEPS, T - 1 - t) for t in range(T - 1))
+
+
+def by_the_book(w, norms, embeds, taps):
+    """Logits of two steps on one sequence, from tensors alone, with each norm where servers have it.
+
+    h = fc(cat taps) is read beside the token's embedding; the residual is h; a step's sum is what the next reads.
+    """
+    T, heads, d = len(taps), 4, 16
+
+    def rms(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
+
+    def rotated(x, position):  # (heads, d), half against half
+        angle = position * 10000.0 ** (-torch.arange(d // 2).double() / (d // 2))
+        one, two = x.split(d // 2, dim=-1)
+        return torch.cat([one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()], dim=-1)
+
+    if "norm_before_fc" in norms:
+        taps = rms(taps, "input_norm")
+    if "fc_norm" in norms:
+        taps = torch.cat([rms(tap, f"fc_norm.{i}") for i, tap in enumerate(taps.split(64, dim=-1))], dim=-1)
+    hidden = list(taps @ w["fc.weight"].T)
+    logits, seen = [], [[] for _ in range(T)]  # seen[t]: keys and values that row t may look at
+    for j in range(2):
+        keep = []
+        for t in range(T - j):
+            normed = rms(hidden[t], "midlayer.hidden_norm")
+            x = torch.cat([rms(embeds[t + 1 + j], "midlayer.input_layernorm"), normed])
+            q, k, v = (w[f"midlayer.self_attn.{n}_proj.weight"] @ x for n in "qkv")
+            q, k = rotated(q.view(heads, d), t + j), rotated(k.view(-1, d), t + j)
+            for row in range(t, T) if j == 0 else [t]:
+                seen[row].append((k.repeat_interleave(2, 0), v.view(-1, d).repeat_interleave(2, 0)))
+            keep.append((normed, q))
+        for t, (normed, q) in enumerate(keep):
+            keys, values = (torch.stack(x) for x in zip(*seen[t], strict=True))  # (rows, heads, d)
+            share = ((q * keys).sum(-1) / d**0.5).softmax(0)
+            out = w["midlayer.self_attn.o_proj.weight"] @ (share[..., None] * values).sum(0).flatten()
+            out = out + (normed if "norm_before_residual" in norms else hidden[t])
+            x = rms(out, "midlayer.post_attention_layernorm")
+            gate, up = (w[f"midlayer.mlp.{n}_proj.weight"] @ x for n in ("gate", "up"))
+            out = out + w["midlayer.mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
+            logits.append(w["lm_head.weight"] @ rms(out, "norm"))
+            hidden[t] = rms(out, "norm") if "norm_output" in norms else out
+    return torch.stack(logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "eagle1"])
+def test_every_norm_is_where_servers_have_it(target, variant):
+    eagle, norms = make_eagle(target, variant), VARIANTS[variant][1]
+    features = features_for(target, eagle)
+    embeds = target.embedding[IDS[0]].double()
+    expected = by_the_book(eagle.state_dict(), norms, embeds, features.taps[0, : T - 1])
+    one, two = eagle.unroll(IDS, features, 2)
+    torch.testing.assert_close(
+        eagle.logits(torch.cat([one[0, : T - 1], two[0, : T - 2]])), expected, atol=1e-4, rtol=1e-4
+    )
+    plain = make_eagle(target, "eagle3")
+    plain.load_state_dict(eagle.state_dict(), strict=False)
+    changed = (plain.logits(plain.unroll(IDS, features, 2)[1]) - eagle.logits(two)).abs().max()
+    assert (changed > 0.1) == bool(norms)
 
 
 @torch.no_grad()
@@ -174,7 +254,7 @@ def test_tied_scores_keep_parents():
 
 @torch.no_grad()
 def test_a_drafter_that_is_sure_of_everything_still_gives_a_tree(target, features, eagle):
-    sure = build_eagle(target, SOME, version=eagle.config.version)
+    sure = build_eagle(target, SOME, version=eagle.config.version, norms=eagle.config.norms)
     sure.load_state_dict(eagle.state_dict())
     sure.logits = lambda out: torch.zeros(*out.shape[:-1], 100).index_fill(-1, torch.tensor([7]), 1e4)
     settings = DraftSettings("tree", length=4, top_k=3, total=4)

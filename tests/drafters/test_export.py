@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from drafters.build import build_eagle, build_medusa
 from drafters.checkpoint import load_drafter, probe_logits, save_drafter
 from drafters.describe import describe
+from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.export import HOT_TOKENS, _write, check_export, export, weight_file
 from drafters.files import CONFIG, META, WEIGHTS, read_folder
@@ -85,6 +86,22 @@ def test_full_vocabularies_carry_no_map(deep, runs, tmp_path, server, kind):
     out = export(runs[f"{kind} full"], server, tmp_path / "out", deep)
     assert not load_file(out / WEIGHTS).keys() & {"d2t", "t2d", "token_map"}
     assert load_drafter(out, deep).draft_ids is None
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_eagle31_norms_go_where_they_are_computed(deep, tmp_path, norm):
+    """Every server that computes it gives the trainer's logits (`check_export`); one that ignores it is refused."""
+    drafter = perturb(build_eagle(deep, SOME, version=3, norms=(norm,)))
+    run = save_drafter(drafter, tmp_path / "run", deep, {})
+    ignored = {"norm_before_residual": ["sglang", "trtllm"], "fc_norm": ["trtllm"], "norm_output": ["sglang"]}
+    for server in ("vllm", "speculators", "sglang", "trtllm", "eagle"):
+        if server == "eagle" or server in ignored.get(norm, ()):
+            with pytest.raises(UserError, match=f"ignores {norm}"):
+                export(run, server, tmp_path / server, deep)
+        else:
+            again = load_drafter(export(run, server, tmp_path / server, deep), deep, pack=False)
+            assert again.config.norms == (norm,)
+            assert torch.equal(probe_logits(again, deep), probe_logits(load_drafter(run, deep, pack=False), deep))
 
 
 def test_what_eagle3_servers_read_in_silence(deep, runs, tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError
+from drafters.target import Features
 from tests.tiny import make_target
 from tests.train.small import metrics, small_recipe, target_hash
 from train.build import check_before_data
@@ -279,6 +281,28 @@ def test_a_drafter_is_continued_with_its_own_vocabulary(tmp_path, spy, kind):  #
     raw |= {"output": str(tmp_path / "third"), "objective": {}}
     with pytest.raises(UserError, match=f"is {kind}, not drafter.kind="):
         train(recipe_from_dict(raw), target)
+
+
+def test_further_norms_come_from_the_recipe_or_the_continued_drafter(target, tmp_path):
+    options = {"drafter": {"fc_norm": True, "norm_output": True}, "objective": {"losses": {"lk": 1.0}}}
+    recipe = small_recipe(tmp_path, name="first", train={"max_steps": 1}, **options)
+    train(recipe, target)
+    assert load_drafter(recipe.output, target).config.norms == ("fc_norm", "norm_output")
+    check_before_data(small_recipe(tmp_path, name="second", drafter={"init": recipe.output}), target, processes=1)
+    other = small_recipe(tmp_path, name="third", drafter={"init": recipe.output, "norm_before_residual": True})
+    with pytest.raises(UserError, match="was made without drafter.norm_before_residual=true"):
+        check_before_data(other, target, processes=1)
+
+
+def test_feature_noise_is_uniform_and_of_its_step(tmp_path):
+    recipe = small_recipe(tmp_path, "eagle1", objective={"feature_noise": 0.1})
+    features, accelerator = Features(torch.zeros(4, 100, 8), None), SimpleNamespace(process_index=0)
+    one, again, later = (
+        LOOP._noise(SimpleNamespace(recipe=recipe, step=step, accelerator=accelerator), features, 0)
+        for step in (3, 3, 4)
+    )
+    assert torch.equal(one, again) and not torch.equal(one, later) and one.shape == (4, 100, 8)
+    assert 0.098 < one.abs().max() <= 0.1 and one.mean().abs() < 0.01 and abs(one.std() - 0.0577) < 0.003
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Recipes are read strictly, and every mistake is one clear line."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_unknown_keys_name_the_nearest(recipe_file):  # pitfall 86
         ("train.optimizer=adam", "must be one of adamw, muon; did you mean adamw?"),
         ("train.betas=[0.9]", "train.betas=[0.9] must be a list of 2"),
         ("train.trackers=[tensorbord]", "must be a list of one of jsonl, tensorboard, wandb"),
-        ("objective.losses={tv: 1.0}", "must be a mapping of one of ce, kl, smooth_l1 to a number of at least 0"),
+        ("objective.losses={l2: 1.0}", "must be a mapping of one of ce, kl, reverse_kl"),
         ("drafter.draft_vocab=1.5", "or a number above 0 and below 1, or null"),
         ("data.max_length=null", "data.max_length=null must be a whole number of at least 4"),
         ("output=2024", "output=2024 must be text; put it in quotes"),
@@ -104,6 +105,8 @@ def test_contradictions_between_sections(recipe_file):
     path = recipe_file(MINIMAL)
     assert "train_on=all needs" in message(path, "data.train_on=all", "data.source=x.jsonl")
     assert "drafter.taps=" in message(path, "drafter.kind=eagle1", "drafter.taps=[3]")
+    assert "has no effect on eagle1" in message(path, "drafter.kind=eagle1", "drafter.norm_output=true")
+    assert "norm the tapped layers twice" in message(path, "drafter.norm_before_fc=true", "drafter.fc_norm=true")
 
 
 def test_all_errors_at_once_one_line_each(recipe_file):
@@ -136,6 +139,19 @@ def test_broken_files(recipe_file, content, expected):
 def test_missing_file_and_folder(tmp_path):
     assert "cannot read recipe" in message(tmp_path / "none.yaml")
     assert "cannot read recipe" in message(tmp_path)
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_of_the_repository(path):
+    recipe, text = load_recipe(path), path.read_text()
+    assert recipe.output == f"runs/{path.stem}"
+    header = text[: text.index("output:")]
+    assert re.search(rf"accelerate launch .*-m train recipes/{path.name}", header) and "easured" in header
+    others = [other for other in map(load_recipe, RECIPES) if other.synthesis.folder == recipe.synthesis.folder]
+    assert all(other.synthesis == recipe.synthesis and other.target == recipe.target for other in others)
 
 
 def test_every_field_has_its_reference():

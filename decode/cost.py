@@ -1,49 +1,50 @@
-"""What a step costs on this machine, and how much to draft because of it.
+"""What a step costs on this machine, and what drafting is worth because of it.
 
 Speedup of a setting: S = E / (v(n + 1) + d / T1), with E the tokens a step yields, n its nodes, v(m) the cost of a
 target step over m rows in plain steps T1, d the time spent drafting (`reference/decoding.md`, section h). v and d are
-measured; E is counted by walking the target's own greedy continuations with the drafter alone. Not drafting is always a
-candidate.
+timed; E is counted by letting the drafter alone guess at the target's own greedy continuations. Not drafting is always
+a candidate.
 """
 
+import hashlib
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decode.engine import generate
+from decode.environment import environment
+from decode.evaluate import identity
 from decode.prompts import Prompt, load_prompts
-from decode.tree import walk
+from decode.stats import context_bucket
+from decode.tree import ancestors, block_mask, walk
 from drafters.adapter import adapted
 from drafters.base import Drafter, DraftSettings
 from drafters.combine import Merged
+from drafters.medusa import static_tree
 from drafters.router import Router
-from drafters.target import Features, Target
+from drafters.target import Features, Target, cache_folder
 
 CONTEXT = 192
 OFF = DraftSettings("chain", 0)
-TREES = (
-    (2, 1, 2),
-    (3, 1, 3),
-    (4, 1, 4),
-    (3, 2, 2),
-    (4, 2, 3),
-    (6, 2, 4),
-    (8, 3, 4),
-    (12, 4, 4),
-    (16, 5, 4),
-    (32, 6, 8),
-)
+TREES = ((2, 1, 2), (4, 1, 4), (4, 2, 3), (6, 2, 4), (8, 3, 4), (12, 4, 4), (16, 5, 4), (32, 6, 8))
 CANDIDATES = (
     OFF,
-    *(DraftSettings("chain", k) for k in (1, 2, 3, 4, 6)),
+    *(DraftSettings("chain", k) for k in (1, 2, 3, 4, 6, 8)),
     *(DraftSettings("tree", depth, top_k, total) for total, depth, top_k in TREES),
 )
+ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 65)  # where v is timed; in between it is interpolated
+SECONDS = {"target": 1.5, "drafter": 2.0, "derived": 0.8}  # what the measurements may take
+DEPTH = max(s.length for s in CANDIDATES)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,34 @@ class Continuation:
     """(T,)"""
     prompt_tokens: int
     features: Features
+    other_ms: float = 0.0
+    """Of a plain step: what the engine spends outside the target."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Milliseconds of a target step by its rows, straight between the measured ones and on from the last two."""
+
+    ms: dict[int, float]
+
+    def __call__(self, rows: float) -> float:
+        ends = sorted(self.ms)[-2:]
+        if rows > ends[-1] and len(ends) > 1:
+            slope = (self.ms[ends[1]] - self.ms[ends[0]]) / (ends[1] - ends[0])
+            return self.ms[ends[1]] + max(0.0, slope) * (rows - ends[1])
+        return float(np.interp(rows, sorted(self.ms), [self.ms[n] for n in sorted(self.ms)]))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting tried on calibration text."""
+
+    survival: tuple[float, ...]
+    """Share of drafts accepted at least to depth 1, 2, ..., `settings.length`."""
+    nodes: tuple[int, ...]
+    """Nodes proposed each time."""
+    draft_ms: float
+    """Median time of a round's drafting: committed tokens come in, a proposal goes out."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +90,26 @@ class Candidate:
     """One draft setting and what it is expected to be worth here."""
 
     settings: DraftSettings
-    tau: float
-    """Tokens a step, the target's own included."""
+    survival: tuple[float, ...]
     verify_ms: float
     draft_ms: float
-    speedup: float
+    other_ms: float
+    curve: Curve
+    speedup: float = 1.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens a step, the target's own included."""
+        return 1 + sum(self.survival)
+
+    @property
+    def ms(self) -> float:
+        """Expected time of a round."""
+        return self.verify_ms + self.draft_ms + self.other_ms
+
+    def of(self, drafted: int) -> float:
+        """Expected time of a round that sent so many nodes to the target, in milliseconds."""
+        return self.curve(drafted + 1) + self.draft_ms + self.other_ms
 
 
 @torch.inference_mode()
@@ -78,28 +122,211 @@ def continuations(
         answer = generate(target, None, prompt.messages, max_new_tokens=max_new_tokens)
         ids = torch.tensor([target.render(prompt.messages) + answer.tokens], device=target.device)
         features = target.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], taps=taps)
-        out.append(Continuation(ids[0], answer.prompt_tokens, features))
+        other = median([r.other_s for r in answer.rounds] or [0.0]) * 1e3
+        out.append(Continuation(ids[0], answer.prompt_tokens, features, other))
     return out
 
 
 @torch.inference_mode()
-def count_tau(drafter: Drafter, texts: Sequence[Continuation], settings: DraftSettings) -> float:
-    """Tokens a greedy step would yield: at each stop draft from true features, keep what the text confirms, go on."""
-    steps = tokens = 0
+def measure_target(
+    target: Target, rows: Sequence[int], taps: Sequence[int] = (), context: int = CONTEXT, seconds: float = 60.0
+) -> Curve:
+    """Times target steps (forward and head) over so many rows of a draft; medians of interleaved runs."""
+    ids = torch.arange(context, device=target.device)[None] % target.vocab_size
+    cache = target.new_cache(context + max(rows))
+    target.forward(ids, torch.arange(context, device=target.device)[None], cache, taps=taps)
+    cache.commit(context)
+
+    def step(n: int) -> None:
+        block = torch.arange(n, device=target.device)
+        mask = block_mask(ancestors(block[:-1] - 1, n - 1), context) if n > 1 else None  # as the engine builds it
+        features = target.forward(block[None], block[None] + context, cache, mask, taps)
+        target.head(features.final).argmax(-1).tolist()
+
+    return Curve(_time({n: partial(step, n) for n in rows}, seconds))
+
+
+@torch.inference_mode()
+def try_drafts(
+    drafter: Drafter, texts: Sequence[Continuation], settings: Sequence[DraftSettings], seconds: float = 60.0
+) -> dict[DraftSettings, Trial]:
+    """Drafts with every setting at the same places of the texts, from true features; counts and times.
+
+    Args:
+        drafter: what drafts.
+        texts: from `continuations`, longer than the deepest draft.
+        settings: to be tried.
+        seconds: stop after so long, but not before each text was tried at two places.
+    """
+    accepted: dict[DraftSettings, list[int]] = {s: [] for s in settings}
+    nodes: dict[DraftSettings, list[int]] = {s: [] for s in settings}
+    times: dict[DraftSettings, list[float]] = {s: [] for s in settings}
+    extends: list[float] = []
     for text in texts:
-        T = len(text.ids)
-        state = drafter.begin(T + settings.rows + 2)
-        read, last = 0, text.prompt_tokens  # rows the drafter has read; index of the last committed token
-        while last + 1 < T:
-            part = slice(read, last)
-            taps = None if text.features.taps is None else text.features.taps[:, part]
-            drafter.extend(state, text.ids[read + 1 : last + 1], Features(text.features.final[:, part], taps))
-            read = last
-            tree = drafter.propose(state, settings, 0.0, None)
-            truth = text.ids[last + 1 :].tolist()
-            path = _follow(tree.tokens.tolist(), tree.parents.tolist(), truth)
-            steps, tokens, last = steps + 1, tokens + path + 1, last + path + 1
-    return tokens / max(1, steps)
+        deadline = time.perf_counter() + seconds / len(texts)
+        state = drafter.begin(len(text.ids) + max(s.rows for s in settings) + 2)
+        read, depth = 0, max(s.length for s in settings)
+        stops = range(text.prompt_tokens, max(text.prompt_tokens + 1, len(text.ids) - depth), 2)
+        for i, last in enumerate(stops):  # `last` is the index of the last committed token
+            start = time.perf_counter()
+            drafter.extend(state, text.ids[read + 1 : last + 1], _rows(text.features, slice(read, last)))
+            if i:  # the first reads the whole prompt
+                extends.append(time.perf_counter() - start)
+            read, truth = last, text.ids[last + 1 :].tolist()
+            for s in settings:
+                start = time.perf_counter()
+                tree = drafter.propose(state, s, 0.0, None)
+                tokens = tree.tokens.tolist()  # waits for the device
+                times[s].append(time.perf_counter() - start)
+                accepted[s].append(_follow(tokens, tree.parents.tolist(), truth))
+                nodes[s].append(len(tokens))
+            if i >= 1 and time.perf_counter() > deadline:
+                break
+    extend = median(extends or [0.0])
+    return {
+        s: Trial(
+            tuple(fmean(a >= d for a in accepted[s]) for d in range(1, s.length + 1)),
+            tuple(nodes[s]),
+            (median(times[s]) + extend) * 1e3,
+        )
+        for s in settings
+    }
+
+
+def profile(
+    target: Target,
+    drafter: Drafter,
+    *,
+    texts: Sequence[Continuation] | None = None,
+    settings: Sequence[DraftSettings] = CANDIDATES,
+    context: int = CONTEXT,
+    cache: Path | None = None,
+) -> list[Candidate]:
+    """Draft settings by expected speedup on this machine, best first; a few seconds, once per drafter and machine.
+
+    Args:
+        target: as it will decode (packed or not).
+        drafter: what drafts.
+        texts: from `continuations`, on prompts that are not measured later; None: three calibration prompts.
+        settings: candidates; more are derived from what these cost (`_derived`).
+        context: tokens committed before a step, as far as its cost goes.
+        cache: folder that keeps results; None: nothing is kept.
+    """
+    bucket = context_bucket(context)
+    facts = [environment(target) | {"python": None, "headstart": None, "code": _code_hash(), "bucket": bucket}]
+    key = [facts, target.fingerprint, target.packed is not None, identity(drafter), [asdict(s) for s in settings]]
+    file = cache and cache / (hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24])
+    if file and file.is_file():
+        return _from_json(json.loads(file.read_text()))
+    if texts is None:
+        texts = continuations(target, load_prompts("calibration", limit=3), drafter.taps)
+    drafting = [s for s in settings if s.nodes]
+    most = max((s.nodes + 1 for s in drafting), default=1)
+    rows = [n for n in ROWS if n < most] + [most]
+    curve = measure_target(target, rows, drafter.taps, context, SECONDS["target"])
+    trials = try_drafts(drafter, texts, drafting, SECONDS["drafter"])
+    if derived := _derived(drafter, curve, trials):
+        trials |= try_drafts(drafter, texts, derived, SECONDS["derived"])
+    plain = Candidate(OFF, (), curve(1), 0.0, median(t.other_ms for t in texts), curve)
+    other = _overhead(target, drafter, texts[0])
+    out = [plain]
+    for s, trial in trials.items():
+        verify = fmean(curve(n + 1) for n in trial.nodes)
+        candidate = Candidate(s, trial.survival, verify, trial.draft_ms, other, curve)
+        out.append(replace(candidate, speedup=candidate.tau * plain.ms / candidate.ms))
+    out.sort(key=lambda c: -c.speedup)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = file.with_name(f".{file.name}.{os.getpid()}")
+        partial_file.write_text(json.dumps([asdict(c) for c in out]))
+        os.replace(partial_file, file)
+    return out
+
+
+def cost_cache() -> Path:
+    """Where measured costs are kept between runs."""
+    return cache_folder() / "costs"
+
+
+def tuned_settings(target: Target, drafter: Drafter) -> DraftSettings:
+    """The fixed setting of greatest expected speedup here; prints what it chose.
+
+    A drafter that learns from what the target says (`observe`) can't be counted on a text that is already there: it
+    keeps its own default. Of a router or a merged drafter each part is tuned for itself.
+    """
+    if isinstance(drafter, Router | Merged):
+        drafter.use({name: tuned_settings(target, part) for name, part in drafter.drafters.items()})
+        assert drafter.default_settings is not None
+        return drafter.default_settings
+    if hasattr(drafter, "observe") and drafter.default_settings:
+        print(f"draft setting for {drafter.kind}: {drafter.default_settings.describe()}, its own default")
+        return drafter.default_settings
+    with adapted(drafter):
+        best = profile(target, drafter, cache=cost_cache())[0]
+    print(
+        f"draft setting for {drafter.kind}: {best.settings.describe()}; "
+        f"expected {best.tau:.2f} tokens a step, {best.speedup:.2f}x plain"
+    )
+    return best.settings
+
+
+def best_static_tree(rank_hits: Sequence[Sequence[float]], cost: Callable[[int, int], float], most: int = 64) -> Any:
+    """The static tree of most expected tokens per time, for heads whose choices are right independently.
+
+    Sequoia (arXiv 2402.12374) finds the best tree of each size and depth by dynamic programming, then picks the size by
+    hardware cost. With acceptance a product along the path no child beats its parent, so the best tree of n nodes and
+    bounded depth is simply the n best paths: `static_tree` grows them all in one run, and only size and depth are left.
+
+    Args:
+        rank_hits: [k][r], how often head k's choice of rank r is the target's token.
+        cost: time of a round by (nodes, depth), in any unit.
+        most: nodes at most.
+
+    Returns:
+        Its settings; and expected tokens per unit of time.
+    """
+    best = (1 / cost(0, 0), OFF)
+    for depth in range(1, len(rank_hits) + 1):
+        hits = tuple(tuple(row) for row in rank_hits[:depth])
+        tokens, top_k = 1.0, 1
+        for n, path in enumerate(static_tree(hits, most), start=1):
+            tokens += float(np.prod([hits[d][r] for d, r in enumerate(path)]))
+            top_k = max(top_k, path[-1] + 1)
+            best = max(best, (tokens / cost(n, depth), DraftSettings("tree", depth, top_k, n)), key=lambda b: b[0])
+    return best[1], best[0]
+
+
+def _derived(drafter: Drafter, curve: Curve, trials: dict[DraftSettings, Trial]) -> list[DraftSettings]:
+    """Candidates that only the measured costs suggest: static trees by size, and a confidence cut for EAGLE."""
+    chains = {s.length: t for s, t in trials.items() if s.kind == "chain"}
+    if len(chains) < 2:
+        return []
+    short, long = min(chains), max(chains)
+    level = max(0.0, (chains[long].draft_ms - chains[short].draft_ms) / (long - short))  # ms a level
+    hits = drafter.meta.get("rank_hits")
+    if hits:  # for text as hard as the training's, and for easier and harder text
+
+        def cost(nodes: int, depth: int) -> float:
+            return curve(nodes + 1) + (chains[short].draft_ms + level * (depth - short) if depth else 0.0)
+
+        bent = ([[hit**difficulty for hit in row] for row in hits] for difficulty in (0.4, 1.0, 2.0))
+        found = [best_static_tree(rows, cost)[0] for rows in bent]
+        return [s for s in dict.fromkeys(found) if s.nodes and s not in trials]
+    if not drafter.kind.startswith("eagle"):
+        return []
+    # deepen while the level's expected token is worth its time at the best speed known: p / ms > tokens / ms
+    speed = max((1 + sum(t.survival)) / (fmean(map(curve, t.nodes)) + t.draft_ms) for t in trials.values())
+    cut = round(max(speed, 1 / curve(1)) * (level + (curve(long + 1) - curve(2)) / max(1, long - 1)), 2)
+    if not 0.01 <= cut < 0.9:
+        return []
+    return [DraftSettings("chain", 8, min_confidence=cut), DraftSettings("tree", 6, 4, 12, min_confidence=cut)]
+
+
+def _overhead(target: Target, drafter: Drafter, text: Continuation) -> float:
+    """Milliseconds of a drafting round outside target and drafter."""
+    prompt = text.ids[: text.prompt_tokens]
+    out = generate(target, drafter, prompt, max_new_tokens=12, settings=DraftSettings("chain", 2), eos_token_ids=())
+    return median(r.other_s for r in out.rounds) * 1e3
 
 
 def _follow(tokens: list[int], parents: list[int], truth: list[int]) -> int:
@@ -111,96 +338,39 @@ def _follow(tokens: list[int], parents: list[int], truth: list[int]) -> int:
     return min(len(walk(choices, tokens, parents)[0]), len(truth) - 1)
 
 
-@torch.inference_mode()
-def measure_target(target: Target, rows: Sequence[int], taps: Sequence[int] = (), repeats: int = 5) -> dict[int, float]:
-    """Milliseconds of a target step (forward and head) over so many rows, medians of interleaved runs."""
-    ids = torch.arange(CONTEXT, device=target.device)[None] % target.vocab_size
-    cache = target.new_cache(CONTEXT + max(rows))
-    target.forward(ids, torch.arange(CONTEXT, device=target.device)[None], cache, taps=taps)
-    cache.commit(CONTEXT)
-
-    def step(n: int) -> None:
-        block = torch.arange(n, device=target.device)[None]
-        target.head(target.forward(block, block + CONTEXT, cache, taps=taps).final).argmax(-1).tolist()
-
-    return _time({n: partial(step, n) for n in rows}, repeats)
-
-
-@torch.inference_mode()
-def measure_drafter(
-    drafter: Drafter, text: Continuation, settings: Sequence[DraftSettings], repeats: int = 5
-) -> dict[DraftSettings, float]:
-    """Milliseconds of a round's drafting: two committed tokens come in, a proposal goes out."""
-    rows = min(len(text.ids) - 1, CONTEXT)
-    most = max(s.rows for s in settings)
-    state = drafter.begin(rows + most + 4)
-    features = text.features
-    drafter.extend(state, text.ids[1 : rows - 1], _rows(features, slice(0, rows - 2)))
-    kept = getattr(state, "length", None)
-
-    def draft(wanted: DraftSettings) -> None:
-        drafter.extend(state, text.ids[rows - 1 : rows + 1], _rows(features, slice(rows - 2, rows)))
-        drafter.propose(state, wanted, 0.0, None).tokens.tolist()
-        if kept is not None:
-            state.length = kept  # the next timing starts from the same state
-
-    return _time({s: partial(draft, s) for s in settings}, repeats)
-
-
-def tuned_settings(target: Target, drafter: Drafter, prompts: int = 3) -> DraftSettings:
-    """The setting of greatest expected speedup here, by `tune` on the calibration prompts; prints what it chose.
-
-    A drafter that learns from what the target says (`observe`) can't be counted on a text that is already there: it
-    keeps its own default. Of a router or a merged drafter each part is tuned for itself.
-    """
-    if isinstance(drafter, Router | Merged):
-        drafter.use({name: tuned_settings(target, part, prompts) for name, part in drafter.drafters.items()})
-        assert drafter.default_settings is not None
-        return drafter.default_settings
-    if hasattr(drafter, "observe") and drafter.default_settings:
-        print(f"draft setting for {drafter.kind}: {drafter.default_settings.describe()}, its own default")
-        return drafter.default_settings
-    with adapted(drafter):
-        texts = continuations(target, load_prompts("calibration", limit=prompts), drafter.taps)
-        best = tune(target, drafter, texts)[0]
-    print(
-        f"draft setting for {drafter.kind}: {best.settings.describe()}; "
-        f"expected {best.tau:.2f} tokens a step, {best.speedup:.2f}x plain"
-    )
-    return best.settings
-
-
-def tune(
-    target: Target, drafter: Drafter, texts: Sequence[Continuation], candidates: Sequence[DraftSettings] = CANDIDATES
-) -> list[Candidate]:
-    """Candidates by expected speedup on this machine, best first; takes seconds.
-
-    Args:
-        target: as it will decode (packed or not).
-        drafter: what drafts.
-        texts: from `continuations`, on prompts that are not measured later.
-        candidates: settings to choose from.
-    """
-    drafting = [s for s in candidates if s.nodes]
-    target_ms = measure_target(target, sorted({1, *(s.nodes + 1 for s in drafting)}), drafter.taps)
-    draft_ms = measure_drafter(drafter, texts[0], drafting)
-    out = [Candidate(OFF, 1.0, target_ms[1], 0.0, 1.0)]
-    for s in drafting:
-        tau, verify = count_tau(drafter, texts, s), target_ms[s.nodes + 1]
-        out.append(Candidate(s, tau, verify, draft_ms[s], tau * target_ms[1] / (verify + draft_ms[s])))
-    return sorted(out, key=lambda c: -c.speedup)
-
-
 def _rows(features: Features, rows: slice) -> Features:
     return Features(features.final[:, rows], None if features.taps is None else features.taps[:, rows])
 
 
-def _time(jobs: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, float]:
-    times: dict[Any, list[float]] = {job: [] for job in jobs}
-    for repeat in range(repeats + 2):
+def _time(jobs: dict[int, Callable[[], None]], seconds: float, repeats: int = 5) -> dict[int, float]:
+    """Milliseconds of each job, medians of interleaved runs: up to `repeats`, at least two."""
+    times: dict[int, list[float]] = {job: [] for job in jobs}
+    for run in jobs.values():  # warm up
+        run()
+    deadline = time.perf_counter() + seconds
+    for repeat in range(repeats):
+        if repeat >= 2 and time.perf_counter() > deadline:
+            break
         for job, run in jobs.items():
             start = time.perf_counter()
             run()  # ends with a transfer to the host, which waits for the device
-            if repeat >= 2:  # the first rounds warm up
-                times[job].append((time.perf_counter() - start) * 1e3)
+            times[job].append((time.perf_counter() - start) * 1e3)
     return {job: median(values) for job, values in times.items()}
+
+
+def _code_hash() -> str:
+    """Of the code whose speed is measured."""
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).parent, Path(__file__).parent.parent / "drafters"):
+        for file in sorted(folder.glob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _from_json(rows: list[dict[str, Any]]) -> list[Candidate]:
+    out = []
+    for row in rows:
+        curve = Curve({int(n): ms for n, ms in row["curve"]["ms"].items()})
+        values = {"settings": DraftSettings(**row["settings"]), "survival": tuple(row["survival"]), "curve": curve}
+        out.append(Candidate(**(row | values)))
+    return out

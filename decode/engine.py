@@ -9,12 +9,13 @@ Run: python scripts/chat.py --target smollm2-135m --drafter runs/smollm2-eagle3
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from decode.lazy import Lazy
 from decode.sampling import SamplingParams, distribution, draw, penalize
 from decode.tree import ancestors, block_mask, walk
 from decode.verify import verify_sampled_chain
@@ -43,6 +44,8 @@ class Round:
     draft_s: float
     verify_s: float
     other_s: float
+    settings: DraftSettings | None = None
+    """What the drafter was asked for; shorter than what was chosen where the output's end is near."""
 
     @property
     def total_s(self) -> float:
@@ -53,6 +56,7 @@ class Round:
 class Policy(Protocol):
     """Chooses how much to draft, round by round; a fixed `DraftSettings` may stand in its place."""
 
+    name: str
     nodes: int
     """The most nodes that any of its settings proposes."""
     rows: int
@@ -164,6 +168,9 @@ def generate(
         UserError: several prompts, an empty one, ids outside the vocabulary, or more positions than the target has.
     """
     request = Request(prompt, max_new_tokens, settings, sampling or SamplingParams(), stop, eos_token_ids)
+    off = settings.length == 0 if isinstance(settings, DraftSettings) else settings is not None
+    if drafter is not None and off and not hasattr(drafter, "observe"):
+        drafter = Lazy(drafter)  # rounds without a draft should not pay for the drafter
     run = Decoding(target, drafter, request)
     run.begin()
     clock = _synchronized_clock if profile and target.device.type == "cuda" else time.perf_counter
@@ -233,6 +240,7 @@ class Decoding:
         settings = request.settings or getattr(drafter, "default_settings", None) or DraftSettings()
         self.policy = None if isinstance(settings, DraftSettings) else settings
         self.settings = settings if isinstance(settings, DraftSettings) else DraftSettings()
+        self.asked: DraftSettings | None = None
         self.prompt = prompt_ids(target, request.prompt)
         self.max_new_tokens, self.stop = request.max_new_tokens, tuple(s for s in request.stop if s)
         self.observer = getattr(drafter, "observe", None)
@@ -275,7 +283,8 @@ class Decoding:
             self.settings = self.policy.choose()
         # the target adds a token of its own: drafts past the limit could never be emitted
         room = min(self.settings.length, self.max_new_tokens - len(self.out.tokens) - 1)
-        return self.settings if room == self.settings.length else _shortened(self.settings, room)
+        self.asked = self.settings if room == self.settings.length else replace(self.settings, length=max(0, room))
+        return self.asked
 
     def prepare(self, tree: DraftTree) -> Block:
         """The rows that verify this tree."""
@@ -332,7 +341,7 @@ class Decoding:
         drafted = len(block.tree.tokens)
         depth = 0 if block.depths is None else int(block.depths.max())
         other = total_s - draft_s - verify_s
-        round = Round(drafted, depth, verdict.accepted, len(verdict.emitted), draft_s, verify_s, other)
+        round = Round(drafted, depth, verdict.accepted, len(verdict.emitted), draft_s, verify_s, other, self.asked)
         self.out.rounds.append(round)
         self.out.decode_s += total_s
         if self.policy is not None:
@@ -391,10 +400,6 @@ class Decoding:
 def _synchronized_clock() -> float:
     torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _shortened(settings: DraftSettings, length: int) -> DraftSettings:
-    return DraftSettings(settings.kind, max(0, length), settings.top_k, settings.total, settings.sample)
 
 
 def prompt_ids(target: Target, prompt: Prompt) -> list[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from tqdm import tqdm
 from decode import stats
 from decode.arms import HF, PLAIN, Arm, Run, is_plain
 from decode.caveats import collect_warnings, describe_drafter, meta_of
+from decode.engine import Policy
 from decode.environment import environment, load_average
 from decode.exactness import calibrate_epsilon, compare, target_kl
 from decode.prompts import Prompt
@@ -48,6 +50,7 @@ CONVENTIONS = {
     "peak_memory_mb": "largest over requests; CUDA: allocated, else resident size of the process, weights included",
 }
 
+Settings = DraftSettings | Policy
 Records = list[dict[str, Any]]
 GREEDY = SamplingParams()
 
@@ -57,7 +60,7 @@ def evaluate(
     drafters: Mapping[str, Any],
     prompts: Sequence[Prompt],
     *,
-    settings: DraftSettings | Mapping[str, DraftSettings] | None = None,
+    settings: Settings | Mapping[str, Settings] | None = None,
     sampling: SamplingParams = GREEDY,
     max_new_tokens: int = 128,
     runs: int = 2,
@@ -71,7 +74,8 @@ def evaluate(
 
     Args:
         drafters: name -> drafter.
-        settings: draft settings for all drafters or by name; where left out, the drafter's `default_settings`.
+        settings: draft settings or policies by drafter's name, or settings for all drafters; where left out, the
+            drafter's `default_settings`. A policy belongs to one drafter.
         sampling: temperature 0 also checks that every arm's output is the target's own.
         runs: passes a prompt makes over the arms, every second one in reverse order; keep it even.
         warmup: untimed requests per arm before the first measurement.
@@ -93,7 +97,7 @@ def evaluate(
         "runs": runs,
         "warmup": warmup,
         "sampling": asdict(sampling),
-        "draft": {arm.name: asdict(arm.settings) for arm in arms if arm.drafter is not None},
+        "draft": {arm.name: _describe(arm.settings) for arm in arms if arm.drafter is not None},
     }
     facts = environment(target)
     key = _digest([described, facts, target.fingerprint, requests, [(a.name, identity(a.drafter)) for a in arms]])
@@ -144,17 +148,21 @@ def _check(drafters: Mapping[str, Any], prompts: Sequence[Prompt], runs: int, ma
 
 
 def _arms(
-    drafters: Mapping[str, Any], settings: DraftSettings | Mapping[str, DraftSettings] | None, hf_generate: bool
+    drafters: Mapping[str, Any], settings: Settings | Mapping[str, Settings] | None, hf_generate: bool
 ) -> list[Arm]:
     arms = [Arm(PLAIN)]
     for name, drafter in drafters.items():
-        chosen = settings if isinstance(settings, DraftSettings) else (settings or {}).get(name)
+        chosen = settings.get(name) if isinstance(settings, Mapping) else settings
         chosen = chosen or getattr(drafter, "default_settings", None) or DraftSettings()
         adapts = drafter if getattr(drafter, "adapter", None) is not None else None
         if adapts is not None:
             arms.append(Arm(f"{PLAIN}+{name}", adapts=adapts))
         arms.append(Arm(name, drafter, chosen, adapts))
     return [*arms, Arm(HF)] if hf_generate else arms
+
+
+def _describe(settings: Settings) -> dict[str, Any]:
+    return asdict(settings) if isinstance(settings, DraftSettings) else {"policy": settings.name}
 
 
 def _render(target: Target, prompt: Prompt, max_new_tokens: int) -> list[int]:
@@ -282,8 +290,18 @@ def summarize(name: str, records: Records, reference: str = PLAIN) -> dict[str, 
         "peak_memory_mb": max(run.peak_memory_mb for run in runs),
         "exact_match": None,
         "by_category": _by_category(name, records, reference),
-        "acceptance_by_context": stats.acceptance_by_context(steps),
+        "by_context": stats.acceptance_by_context(steps),
+        "decisions": _decisions(runs, [r["arms"][name][0] for r in records]),
     }
+
+
+def _decisions(runs: Sequence[Run], first: Sequence[Run]) -> dict[str, Any] | None:
+    """What a policy chose: share of rounds by setting, and nodes drafted by round, prompt after prompt."""
+    asked = Counter(text for run in runs for text in run.asked)
+    if not asked:
+        return None
+    share = {text: count / asked.total() for text, count in asked.most_common()}
+    return {"share": share, "drafted": [int(row[0]) for run in first for row in run.rounds][:600]}
 
 
 def _pairs(name: str, records: Records, reference: str) -> tuple[list[float], list[int], list[float], list[int]]:

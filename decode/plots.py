@@ -35,7 +35,26 @@ def draw(report: dict[str, Any]) -> list[tuple[str, str]]:
         drawn.append(("Speedup by category", _plot_categories(drafters, color)))
     if any(a["rejection_histogram"] for a in drafters):
         drawn.append(("Steps by accepted tokens", _plot_histogram(drafters, color)))
+    decided = [a for a in drafters if a.get("decisions")]
+    if decided:
+        drawn.append(("What the policy drafted, round by round", _plot_decisions(decided, color)))
     return drawn
+
+
+def _plot_decisions(arms: list[dict[str, Any]], color: dict[str, str]) -> str:
+    figure, axes = _figure(2.2)
+    for arm in arms:
+        axes.step(
+            range(len(arm["decisions"]["drafted"])),
+            arm["decisions"]["drafted"],
+            where="post",
+            linewidth=0.8,
+            color=color[arm["name"]],
+            label=_label(arm["name"]),
+        )
+    axes.set_xlabel("round, prompt after prompt")
+    axes.set_ylabel("nodes drafted")
+    return _svg(figure, legend=True)
 
 
 def _plot_speedup(arms: list[dict[str, Any]], color: dict[str, str]) -> str:

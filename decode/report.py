@@ -81,6 +81,8 @@ def render_html(report: dict[str, Any], outputs: Sequence[dict[str, Any]]) -> st
 <p>Tokens/s and speedup are end to end, prefill included. Tau counts the target's own token, accepted does not.</p>
 <div class="plots">{figures}</div>
 <h2>By category</h2>{category_table(report)}
+<h2>By context</h2>{context_table(report)}
+{_decisions(report)}
 <h2>Drafters</h2>{_drafters(report)}
 <h2>Environment</h2>{_facts(report["environment"])}
 <h2>Settings</h2>{_facts({"prompts": f"{prompts['name']} ({prompts['count']})", "target": target})}{settings}
@@ -173,6 +175,17 @@ def category_table(report: dict[str, Any]) -> str:
     return _table(header, rows)
 
 
+def context_table(report: dict[str, Any]) -> str:
+    """Tau of each drafter by tokens before the step as HTML: past its trained length a drafter may fade."""
+    arms = [a for a in report["arms"] if a["name"] not in (PLAIN, HF)]
+    buckets = sorted({b for a in arms for b in a.get("by_context", {})}, key=lambda b: int(b.partition("-")[0]))
+    rows = [
+        [bucket, *(f"{a['by_context'][bucket]['tau']:.2f}" if bucket in a["by_context"] else "" for a in arms)]
+        for bucket in buckets
+    ]
+    return _table(["tokens before the step", *(f"{a['name']}: tau" for a in arms)], rows)
+
+
 def print_table(report: dict[str, Any], console: Console | None = None) -> None:
     """Print headline, the main columns of the arms and the warnings to the terminal."""
     console = console or Console()
@@ -226,6 +239,16 @@ def _drafters(report: dict[str, Any]) -> str:
         cells = ["" if drafter.get(k) is None else str(drafter[k]) for k in keys]
         rows.append([name, *cells, f"{arms[name]['tau']:.2f}", choices(drafter)])
     return _table(header, rows)
+
+
+def _decisions(report: dict[str, Any]) -> str:
+    """How often each policy asked for what."""
+    shares = {
+        arm["name"]: ", ".join(f"{what} {share:.0%}" for what, share in list(arm["decisions"]["share"].items())[:8])
+        for arm in report["arms"]
+        if arm.get("decisions")
+    }
+    return f"<h2>Decisions</h2>{_facts(shares)}" if shares else ""
 
 
 def _output(output: dict[str, Any]) -> str:

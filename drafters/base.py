@@ -58,6 +58,9 @@ class DraftSettings:
     """Tree: nodes sent to the target."""
     sample: bool = False
     """Chain at temperature > 0: draw from the drafter's distribution (rule min(1, p/q)) instead of its argmax."""
+    min_confidence: float = 0.0
+    """Stop deepening where even the best path falls below this probability by the drafter's own estimate (EAGLE
+    only; OPT-Tree, arXiv 2406.17276, stops so too). 0 never stops early and spares one transfer to the host a level."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("chain", "tree"):
@@ -66,6 +69,8 @@ class DraftSettings:
             raise UserError(
                 f"draft length={self.length}, top_k={self.top_k}, total={self.total}: 0, 1 and 1 are the least"
             )
+        if not 0 <= self.min_confidence < 1:
+            raise UserError(f"draft min_confidence={self.min_confidence}: a probability below 1 is needed, 0 for none")
         if self.sample and self.kind == "tree":
             raise UserError("sampled drafts are exact on chains only; use a chain, or a tree with sample=False")
 
@@ -94,9 +99,10 @@ class DraftSettings:
         """For people."""
         if self.length == 0:
             return "off"
+        cut = f", while above {self.min_confidence:.2g}" if self.min_confidence else ""
         if self.kind == "chain":
-            return f"chain of {self.length}" + (", sampled" if self.sample else "")
-        return f"tree of {self.total} (depth {self.length}, top {self.top_k})"
+            return f"chain of {self.length}" + (", sampled" if self.sample else "") + cut
+        return f"tree of {self.total} (depth {self.length}, top {self.top_k})" + cut
 
     @property
     def nodes(self) -> int:

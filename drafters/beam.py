@@ -1,5 +1,6 @@
 """EAGLE-2's dynamic tree (arXiv 2406.16858) for any drafter that drafts step by step with a cache of its own."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,7 @@ def grow_tree(first: Tensor, settings: DraftSettings, advance: Advance) -> Draft
         advance: runs the drafter over the candidates that are expanded at a level (0 is the root's children).
 
     Returns:
-        A tree over the drafter's own vocabulary.
+        A tree over the drafter's own vocabulary; of fewer levels where the best path falls below `min_confidence`.
     """
     device, width = first.device, min(settings.top_k, first.shape[1])
     logp = first
@@ -35,6 +36,8 @@ def grow_tree(first: Tensor, settings: DraftSettings, advance: Advance) -> Draft
     for level in range(settings.length):
         best = logp.topk(width, dim=-1)
         level_scores = (beam_score[:, None] + best.values).flatten()  # (w * width,)
+        if settings.min_confidence and float(level_scores.max()) < math.log(settings.min_confidence):
+            break
         level_tokens = best.indices.flatten()
         scores.append(level_scores)
         tokens.append(level_tokens)
@@ -49,6 +52,8 @@ def grow_tree(first: Tensor, settings: DraftSettings, advance: Advance) -> Draft
         own = torch.eye(len(kept), dtype=torch.bool, device=device)
         beam_seen = torch.cat([beam_seen[origin], own], dim=1)
         logp = advance(level_tokens[kept], origin, beam_seen, level)
+    if not tokens:
+        return DraftTree.empty(device)
     return _best_subtree(torch.cat(scores), torch.cat(tokens), torch.cat(parents), settings.total)
 
 

@@ -242,7 +242,7 @@ def native_config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
     nested = {"norm_before_fc": "norm_before_fc", "norm_output": "return_hidden_post_norm"}  # TensorRT-LLM's places
     return config | {
         "draft_vocab_size": e.draft_vocab_size,
-        **{name: getattr(e, name) for name in NORMS},  # written even when false: readers' defaults differ
+        **{name: name in e.norms for name in NORMS},  # written even when false: readers' defaults differ
         "num_aux_hidden_states": len(e.taps),
         "eagle_aux_hidden_state_layer_ids": list(e.taps),  # vLLM, llama.cpp: index into hidden_states
         "eagle_config": {  # SGLang: id of the layer whose output it is

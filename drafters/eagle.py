@@ -244,17 +244,14 @@ class EagleDrafter(nn.Module):
         return EagleState(weight.new_zeros(shape), weight.new_zeros(shape), out)
 
     def extend(self, state: "EagleState", tokens: Tensor, features: Features) -> None:
-        """See `Drafter.extend`: the drafter's cache keeps rows made from true target features only."""
+        """See `Drafter.extend`: the drafter's cache keeps rows made from true target features only.
+
+        Keys and values of the one layer need no attention, so only the last row goes through all of it.
+        """
         M = len(tokens)
         positions = torch.arange(state.length, state.length + M, device=tokens.device)[None]
-        mask = None
-        if M > 1 and state.length:
-            mask = torch.ones(M, state.length + M, dtype=torch.bool, device=tokens.device).tril(state.length)[
-                None, None
-            ]
-        out = self._cached(state, tokens[None], self.fuse(features), positions, mask, state.length)
+        state.out = self._cached(state, tokens[None], self.fuse(features), positions, None, state.length, 1)
         state.length += M
-        state.out = out[:, -1:]
 
     def propose(
         self,
@@ -268,20 +265,28 @@ class EagleDrafter(nn.Module):
             return DraftTree.empty(self.fc.weight.device)
         if settings.kind == "tree":
             return self._propose_tree(state, settings)
-        sampled = settings.sample and temperature > 0
+        sampled, cut = settings.sample and temperature > 0, settings.min_confidence
         out, tokens, dists = state.out, [], []
+        confidence = torch.ones((), device=out.device)
         for j in range(settings.length):
             logits = self.logits(out[0, -1])  # (Vd,)
+            if cut:
+                p = torch.softmax(logits.float() / (temperature if sampled else 1.0), dim=-1)
+                if float(confidence * p.max()) < cut:
+                    break  # decided before this token is drawn, so that drafts still follow q
             if sampled:
                 draft, q = draw_draft(logits[None], temperature, generator)
                 dists.append(self.scatter(q[0]))
             else:
                 draft = logits.argmax(-1, keepdim=True)
             tokens.append(self.to_target(draft))
+            confidence = confidence * p[draft[0]] if cut else confidence
             if j + 1 < settings.length:
                 # draft step j+1 pairs x[t+2+j] with its own previous output at position t+1+j; t = length - 1
                 position = torch.full((1, 1), state.length + j, device=draft.device)
                 out = self._cached(state, tokens[-1][None], out, position, None, state.length + j)
+        if not tokens:
+            return DraftTree.empty(out.device)
         return DraftTree.chain(torch.cat(tokens), torch.stack(dists) if sampled else None)
 
     def _propose_tree(self, state: "EagleState", settings: DraftSettings) -> DraftTree:
@@ -301,15 +306,29 @@ class EagleDrafter(nn.Module):
         return DraftTree(self.to_target(tree.tokens), tree.parents)
 
     def _cached(
-        self, state: "EagleState", tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, at: int
+        self,
+        state: "EagleState",
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        at: int,
+        last: int = 0,
     ) -> Tensor:
-        """One forward that writes its keys at row `at` of the cache and attends to everything before."""
+        """One forward that writes its keys at row `at` of the cache and attends to everything before.
+
+        With a window W in `meta`, attention reads the last W committed rows and what is drafted after them. `last`:
+        only so many rows at the end go on past keys and values; 0 all.
+        """
         residual, q, k, v = self.inputs(tokens, hidden, positions)
         end = at + tokens.shape[1]
         state.keys[:, :, at:end] = k
         state.values[:, :, at:end] = v
-        attended, _ = headstart_attention(self, q, state.keys[:, :, :end], state.values[:, :, :end], mask)
-        return self.outputs(residual, attended.flatten(2))
+        committed = end if last else state.length  # `extend` commits what it writes
+        seen = slice(max(0, committed - self.meta["window"]) if self.meta.get("window") else 0, end)
+        mask = None if mask is None else mask[..., seen]
+        attended, _ = headstart_attention(self, q[:, :, -last:], state.keys[:, :, seen], state.values[:, :, seen], mask)
+        return self.outputs(residual[:, -last:], attended.flatten(2))
 
     def fork(self, state: "EagleState", rows: int, capacity: int) -> "EagleState":
         """See `Drafter`: the first rows are copied."""

@@ -155,6 +155,9 @@ def _eagle_config(drafter: EagleDrafter, server: str, config: dict[str, Any], ta
         if server == "sglang":
             config |= {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
         return config
+    used = {flag: True for flag in NORMS if config[flag]}  # some servers read them here only
+    used |= {"return_hidden_post_norm": True} if config["norm_output"] else {}
+    config["eagle_config"] |= used
     if server == "eagle":
         config["architectures"] = ["LlamaForCausalLM"]
         L, taps = target.num_layers, drafter.taps

@@ -209,23 +209,21 @@ def _taps(config: dict[str, Any], out: Checkpoint, target: Target | None) -> lis
     return sorted(taps)
 
 
-def _eagle_flags(config: dict[str, Any], out: Checkpoint) -> dict[str, bool]:
-    if out.layout == "speculators" and "norm_before_residual" not in config:
-        out.warnings.append("norm_before_residual is not written: false, speculators' default; vLLM assumes true")
-    norms = norms_of(config)
-    return {name: name in norms for name in NORMS}
-
-
 def norms_of(config: dict[str, Any]) -> tuple[str, ...]:
     """The further norms of an EAGLE-3 config, by any of the keys that published checkpoints say them with."""
     nested = config.get("eagle_config")
     nested = nested if isinstance(nested, dict) else {}
     also = {
-        **nested,
-        "fc_norm": nested.get("fc_norm") or config.get("use_aux_norm"),  # SGLang's older name
-        "norm_output": nested.get("norm_output") or nested.get("return_hidden_post_norm"),  # TensorRT-LLM's name
+        "fc_norm": config.get("use_aux_norm"),  # SGLang's older name
+        "norm_output": nested.get("return_hidden_post_norm"),  # TensorRT-LLM's name
     }
-    return tuple(name for name in NORMS if config.get(name) or also.get(name))
+    return tuple(name for name in NORMS if config.get(name) or nested.get(name) or also.get(name))
+
+
+def _eagle_flags(config: dict[str, Any], out: Checkpoint) -> dict[str, bool]:
+    if out.layout == "speculators" and "norm_before_residual" not in config:
+        out.warnings.append("norm_before_residual is not written: false, speculators' default; vLLM assumes true")
+    return {name: name in norms_of(config) for name in NORMS}
 
 
 def _eagle3_vocabulary(raw: RawFolder, out: Checkpoint, target: Target | None) -> None:

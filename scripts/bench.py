@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.cost import CONTEXT, Continuation, measure_drafter, measure_target
+from decode.cost import CONTEXT, Continuation, measure_target, try_drafts
 from decode.engine import DraftSettings, generate
 from decode.environment import environment, load_average
 from drafters.build import TrainedDrafter, build_eagle
@@ -115,7 +115,7 @@ def plain_against_hf(target: Target, tokens: int) -> dict[str, float]:
 
 def verification(target: Target) -> dict[str, float]:
     """v(n): cost of a step over n rows in steps over one."""
-    ms = measure_target(target, ROWS)
+    ms = measure_target(target, ROWS).ms
     return {"step_ms": ms[1]} | {f"v{n}": ms[n] / ms[1] for n in ROWS}
 
 
@@ -135,11 +135,11 @@ def engine(target: Target, drafter: TrainedDrafter, tokens: int) -> dict[str, fl
         restore()
     text = _text(target, drafter)
     chains = [DraftSettings("chain", k) for k in (1, 2, 4)]
-    draft = measure_drafter(drafter, text, chains)
+    draft = try_drafts(drafter, [text], chains, seconds=3.0)
     return {
         "overhead_share": (total - inside[0]) / total,
         "speculative_step_ms": out.decode_s / len(out.rounds) * 1e3,
-        **{f"draft_ms_{s.length}": draft[s] for s in chains},
+        **{f"draft_ms_{s.length}": draft[s].draft_ms for s in chains},
     }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from decode.cost import tuned_settings
+from decode.adapt import POLICIES, build_policy
 from decode.engine import DraftSettings, Generation, generate
 from decode.sampling import SamplingParams
 from drafters.adapter import adapted
@@ -41,8 +41,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top-k", type=int, default=0, help="0 keeps the whole vocabulary")
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--policy", choices=POLICIES, help="how much to draft; default: adaptive, fixed with a shape")
     shape = p.add_mutually_exclusive_group()
-    shape.add_argument("--chain", metavar="LENGTH", help="draft one chain of LENGTH tokens (default: chosen by timing)")
+    shape.add_argument("--chain", metavar="LENGTH", help="draft one chain of LENGTH tokens")
     shape.add_argument("--tree", metavar="TOTAL,DEPTH,TOPK", help="draft a tree of TOTAL nodes")
     p.add_argument("--prompt", help="answer this one prompt and exit")
     return p
@@ -195,12 +196,11 @@ def converse(console: Console, target: Target, drafter: Drafter | None, args: ar
 def main() -> None:
     """Loads target and drafter, then answers one prompt or holds a conversation."""
     args = parser().parse_args()
-    args.settings = DraftSettings.from_flags(args.chain, args.tree)  # a bad shape should fail before the models load
+    fixed = DraftSettings.from_flags(args.chain, args.tree)  # a bad shape should fail before the models load
     console = Console()
     target = load_target(args.target, dtype=args.dtype)
     drafter = make_drafter(args.drafter, target) if args.drafter else None
-    if drafter is not None and args.settings is None:
-        args.settings = tuned_settings(target, drafter, prompts=2)
+    args.settings = None if drafter is None else build_policy(args.policy, target, drafter, fixed)
     if getattr(drafter, "adapter", None) is not None:
         print("this drafter was trained with an adapter on the target: you talk to the adapted target")
     with adapted(drafter):

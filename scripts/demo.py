@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from decode.cost import continuations, tune
+from decode.cost import cost_cache, profile
 from decode.evaluate import evaluate
 from decode.prompts import load_prompts
 from decode.report import print_table, write_report
@@ -131,8 +131,7 @@ def _settings(out: Path, plan: dict[str, Any], target: Target, drafters: dict[st
     if "draft" not in plan:
         plan["draft"] = {}
         for name, drafter in drafters.items():
-            texts = continuations(target, load_prompts("calibration", limit=3), drafter.taps)
-            ranked = tune(target, drafter, texts)
+            ranked = profile(target, drafter, cache=cost_cache())
             for c in ranked[:5]:
                 print(f"  {name}: {c.settings.describe()}: {c.tau:.2f} tokens a step, {c.speedup:.2f}x expected")
             drafting = [c for c in ranked if c.settings.nodes]

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from decode.cost import tuned_settings
+from decode.adapt import POLICIES, build_policy
 from decode.evaluate import evaluate
 from decode.prompts import load_prompts
 from decode.report import print_table, write_report
@@ -45,9 +45,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
     p.add_argument("--attention", default="headstart", help="headstart, sdpa or eager")
+    p.add_argument("--policy", choices=POLICIES, help="how much to draft; default: adaptive, fixed with a shape")
     shape = p.add_mutually_exclusive_group()
-    shape.add_argument("--chain", type=int, metavar="LENGTH", help="draft a chain; default: chosen by timing")
+    shape.add_argument("--chain", type=int, metavar="LENGTH", help="draft chains of LENGTH")
     shape.add_argument("--tree", metavar="TOTAL,DEPTH,TOPK", help="draft a tree of TOTAL nodes")
+    p.add_argument("--draft-window", type=int, metavar="ROWS", help="EAGLE: attend to the last ROWS committed tokens")
     p.add_argument("--runs", type=int, default=2, help="passes over the arms per prompt; even numbers cancel drift")
     p.add_argument("--out", default="results", help="folder for report.html, report.json and raw.jsonl")
     p.add_argument("--no-hf", action="store_true", help="leave transformers' generate out")
@@ -68,6 +70,13 @@ def load_drafters(arguments: list[str], target: Target) -> dict[str, Any]:
     return drafters
 
 
+def limit_window(drafter: Any, rows: int) -> None:
+    """Lets an EAGLE drafter attend to the last `rows` committed tokens only; output does not depend on it."""
+    if rows < 1 or not drafter.kind.startswith("eagle"):
+        raise UserError(f"--draft-window {rows} for {drafter.kind}: at least 1, and EAGLE drafters only")
+    drafter.meta["window"] = rows
+
+
 def main() -> None:
     """Loads everything, measures, prints the table and writes the report."""
     args = parser().parse_args()
@@ -86,7 +95,12 @@ def main() -> None:
     )
     out = Path(args.out)
     drafters = load_drafters(args.drafter, target)
-    settings = {name: fixed or tuned_settings(target, drafter) for name, drafter in drafters.items()}
+    if args.draft_window is not None:
+        for drafter in drafters.values():
+            limit_window(drafter, args.draft_window)
+    lengths = sorted(len(target.render(p.messages)) for p in prompts)
+    context = lengths[len(lengths) // 2] + args.max_new_tokens // 2
+    settings = {name: build_policy(args.policy, target, d, fixed, context) for name, d in drafters.items()}
     report = evaluate(
         target,
         drafters,

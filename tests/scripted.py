@@ -56,7 +56,7 @@ def bushy(path: Sequence[int], settings: DraftSettings, rng: random.Random) -> D
             at[name] = len(tokens)
             tokens.append(node)
             parents.append(parent)
-    return DraftTree(torch.tensor(tokens), torch.tensor(parents))
+    return DraftTree(torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long))
 
 
 def oracle(answer: Sequence[int], prompt_length: int) -> Scripted:

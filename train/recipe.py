@@ -3,7 +3,7 @@
 A recipe file is YAML with these sections and keys; all but `output` and `drafter.kind` have defaults.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -309,14 +309,20 @@ def recipe_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), wher
 
 def check(recipe: Recipe) -> list[tuple[set[str], str]]:
     """Returns what is wrong between settings, each with the keys that it involves."""
-    data, drafter, train = recipe.data, recipe.drafter, recipe.train
-    kind, weights = drafter.kind, recipe.objective.losses
     found: list[tuple[set[str], str]] = []
 
     def refuse(bad: bool, message: str, *keys: str) -> None:
         if bad:
             found.append((set(keys), message))
 
+    _check_drafter(recipe, refuse)
+    _check_run(recipe, refuse)
+    return found
+
+
+def _check_drafter(recipe: Recipe, refuse: Callable[..., None]) -> None:
+    drafter, backbone = recipe.drafter, recipe.backbone
+    kind, weights = drafter.kind, recipe.objective.losses
     for item in fields(drafter):
         kinds = item.metadata.get("only_for", (kind,))
         value = getattr(drafter, item.name)
@@ -326,7 +332,6 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
             f"drafter.{item.name}",
             "drafter.kind",
         )
-    backbone = recipe.backbone
     refuse(
         backbone.r > 0 and kind not in ("medusa", "hydra"),
         f"backbone.r={backbone.r} trains the target with the heads of medusa or hydra, not with {kind}; remove it",
@@ -341,7 +346,6 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
             f"backbone.{item.name}",
             "backbone.r",
         )
-    refuse(not recipe.output.strip(), "output is empty; name the run's folder", "output")
     taps = drafter.taps
     refuse(taps is not None and len(set(taps)) != len(taps), f"drafter.taps={taps} names a layer twice", "drafter.taps")
     refuse(
@@ -364,6 +368,11 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
         "drafter.kind",
     )
     refuse(not any(weights.values()), "objective.losses needs a weight above 0; name ce or kl", "objective.losses")
+
+
+def _check_run(recipe: Recipe, refuse: Callable[..., None]) -> None:
+    data, train = recipe.data, recipe.train
+    refuse(not recipe.output.strip(), "output is empty; name the run's folder", "output")
     refuse(
         data.source != "synthesis" and not data.source.startswith("hub:") and not data.source.endswith(".jsonl"),
         f"data.source={data.source} must be synthesis, the path of a .jsonl file, or hub:ID",
@@ -388,7 +397,6 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
         "train.global_batch",
         "train.micro_batch",
     )
-    return found
 
 
 def _plain(value: Any) -> Any:

@@ -25,7 +25,7 @@ from tests.tiny import make_tokenizer
 ARM_KEYS = {
     "name", "reference", "tokens_per_second", "speedup", "speedup_ci95", "speedup_median", "tau", "tau_macro",
     "accepted_per_step", "survival", "conditional_acceptance", "rejection_histogram", "target_forwards_per_token",
-    "ttft_ms", "tpot_ms", "cost_split", "peak_memory_mb", "exact_match", "by_category", "acceptance_by_context",
+    "ttft_ms", "tpot_ms", "cost_split", "peak_memory_mb", "exact_match", "by_category", "by_context", "decisions",
 }  # fmt: skip
 NEW = 8
 

@@ -1,0 +1,223 @@
+"""How much to draft, decided round by round: the policies that `generate` takes in place of fixed settings.
+
+The adaptive policy maximises expected tokens per second. What a setting costs comes from `decode.cost`. What it yields
+comes from how calibration text survived it depth by depth, shifted by two numbers that say how the text at hand
+differs: one for the first drafted token, one for those after it, added to the log odds that a token is accepted. A
+forgetting Bayes filter over a grid of both reads them off every round's accepted length, whatever setting was used, so
+that one drafted round informs all candidates.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from decode.cost import CONTEXT, OFF, Candidate, cost_cache, profile, tuned_settings
+from decode.engine import Policy, Round
+from drafters.adapter import adapted
+from drafters.base import Drafter, DraftSettings
+from drafters.errors import UserError
+from drafters.target import Target
+
+SHIFTS = np.stack(np.meshgrid(np.linspace(-6, 6, 25), np.linspace(-6, 6, 13), indexing="ij")).reshape(2, -1)
+SPREAD = (1.0, 0.8)  # prior standard deviation of the first token's shift, and of the later tokens' against it
+FORGET = 0.97  # of a round's evidence, each later round that drafts: about 30 rounds count
+DOUBT = 16.0  # nats: no shift is ever ruled out further than this, so that a change of text shows within a few rounds
+MARGIN = 1.03  # another setting must promise this much more speed before it replaces the present one
+SAMPLES = 30  # drafts that a calibration curve is taken to rest on
+PROBE = (16, 0.02, 0.005)  # plain rounds before a draft is tried: so many, and enough for a failure to cost but these
+# shares of the time: the first failure, and each one once failures have doubled the wait
+RECHECK = 25  # drafting rounds before a plain one shows what drafting is compared with, where the two are close
+
+
+def build_policy(
+    name: str | None, target: Target, drafter: Drafter, fixed: DraftSettings | None = None, context: int = CONTEXT
+) -> DraftSettings | Policy:
+    """What `--policy` means: settings or a policy for `generate`; prints what was measured.
+
+    Args:
+        name: "adaptive", "window" or "fixed"; None: adaptive, or fixed where settings are given.
+        target: as it will decode.
+        drafter: what drafts.
+        fixed: from `--chain` or `--tree`; the fixed policy without them times the candidates and takes the best.
+        context: tokens that usually precede a step.
+
+    Raises:
+        UserError: another name, or settings that the policy has no use for.
+    """
+    name = name or ("fixed" if fixed else "adaptive")
+    if name not in POLICIES:
+        raise UserError(f"policy={name!r}: {', '.join(POLICIES)} are allowed")
+    if name == "fixed" or (not fixed and (hasattr(drafter, "observe") or hasattr(drafter, "drafters"))):
+        return fixed or tuned_settings(target, drafter)  # what learns or chooses by itself needs no policy
+    if name == "window":
+        if fixed and fixed.kind == "tree":
+            raise UserError("policy=window drafts chains; use --chain LENGTH to limit them, or another policy")
+        return Window(fixed.length if fixed else 8)
+    if fixed:
+        raise UserError("policy=adaptive chooses chain and tree itself; leave --chain and --tree out, or use fixed")
+    with adapted(drafter):
+        candidates = profile(target, drafter, context=context, cache=cost_cache())
+    best = candidates[0]
+    print(
+        f"adaptive drafting for {drafter.kind}: starts with {best.settings.describe()} of {len(candidates)}; "
+        f"expected {best.tau:.2f} tokens a step, {best.speedup:.2f}x plain"
+    )
+    return Adaptive(candidates)
+
+
+class Adaptive:
+    """Maximises expected tokens per second; not drafting is always a candidate.
+
+    Args:
+        candidates: settings with survival and costs, as `decode.cost.profile` gives them; `OFF` must be among them.
+    """
+
+    name = "adaptive"
+
+    def __init__(self, candidates: Sequence[Candidate]):
+        self.settings = [c.settings for c in candidates]
+        self.off = self.settings.index(OFF)
+        self.nodes, self.rows = max(s.nodes for s in self.settings), max(s.rows for s in self.settings)
+        self.candidates = list(candidates)
+        depth = max(len(c.survival) for c in candidates) + 1
+        self.survival = np.zeros((len(candidates), SHIFTS.shape[1], depth))  # [setting, shifts, d - 1]
+        for i, c in enumerate(candidates):
+            self.survival[i, :, : len(c.survival)] = _shifted(c.survival)
+        self.tokens = 1 + self.survival.sum(-1)  # [setting, shifts]
+        self.cost = np.array([c.ms for c in candidates])
+        # Cauchy: text may be nothing like the calibration prompts, and a few rounds should then be enough to see it
+        self.prior = -np.log1p((SHIFTS[0] / SPREAD[0]) ** 2) - np.log1p(((SHIFTS[1] - SHIFTS[0]) / SPREAD[1]) ** 2)
+        self.evidence = np.zeros_like(self.prior)
+        self.load = 0.0  # log of the machine's slowness now against the profile, the same for all settings
+        self.bias = np.zeros(len(candidates))  # log of what each setting costs beyond that
+        self.timed = np.zeros(len(candidates))  # rounds it was learned from
+        self.current = int(np.argmax(self.rates()))
+        self.streak = 0  # rounds since drafting was turned on or off
+        cheapest = min((c.ms for c in candidates if c.settings.nodes), default=0.0) / self.cost[self.off]
+        self.gap = self.patience = max(PROBE[0], int((cheapest - 1) / PROBE[1]))
+        self.probing, self.caught_up = False, True
+
+    def rates(self) -> np.ndarray:
+        """Expected tokens per plain step's time, by candidate."""
+        weight = np.exp(self.prior + self.evidence - (self.prior + self.evidence).max())
+        cost = self.cost * np.exp(self.bias)
+        rates = self.tokens @ (weight / weight.sum()) / cost * cost[self.off]
+        rates[self.off] *= MARGIN  # gains too small to tell from none are not worth the risk
+        return rates
+
+    def choose(self) -> DraftSettings:
+        """See `Policy.choose`."""
+        rates = self.rates()
+        best = int(np.argmax(rates))
+        if rates[best] < MARGIN * rates[self.current]:
+            best = self.current
+        if (best == self.off) != (self.current == self.off):
+            self.streak = 0
+        self.current, self.probing, used = best, False, best
+        if best == self.off and self.streak >= self.gap:
+            drafting = np.where(np.arange(len(rates)) == self.off, 0, rates)
+            self.probing, used = True, int(np.argmax(drafting))
+        elif self.streak % RECHECK == RECHECK - 1 and rates[best] < 2 * rates[self.off]:
+            used = self.off
+        self.streak += 1
+        self.used = used
+        return self.settings[used]
+
+    def observe(self, round: Round) -> None:
+        """See `Policy.observe`; several requests may share a policy, so the round says what it was asked for."""
+        asked = round.settings or self.settings[self.used]
+        self.used = self.settings.index(asked) if asked in self.settings else self.used
+        if asked.length:
+            if self.probing:
+                self._judge_probe(round)
+            self._learn_shifts(round, asked.length)
+        self._learn_cost(round)
+        self.caught_up = round.drafted > 0 or bool(asked.length)
+
+    def _learn_shifts(self, round: Round, asked: int) -> None:
+        """Bayes: the likelihood of the accepted length under all shifts."""
+        curve = self.survival[self.used]  # [shifts, d - 1]
+        reached = curve[:, round.accepted - 1] if round.accepted else np.ones(len(curve))
+        likelihood = reached
+        if round.tokens > round.accepted and round.accepted < asked:  # else what came after is not known
+            likelihood = reached - curve[:, round.accepted]
+        evidence = FORGET * self.evidence + np.log(np.maximum(likelihood, 1e-4))
+        self.evidence = np.maximum(evidence - evidence.max(), -DOUBT)
+
+    def _learn_cost(self, round: Round) -> None:
+        if not self.caught_up and round.drafted:
+            return  # the drafter read what had waited for it
+        used = self.used if round.settings is None or round.settings.length else self.off
+        seen = math.log(max(round.total_s, 1e-9) * 1e3 / self.candidates[used].of(round.drafted))
+        residual = max(-1.0, min(1.0, seen - self.load - self.bias[used]))
+        self.load += 0.5 * residual  # fast: a busier machine is no news about one setting
+        self.timed[used] += 1
+        if self.timed.sum() > 8:  # once the load is known
+            # clipped: one stall of the machine must not make a setting, least of all plain decoding, look slow for long
+            self.bias[used] += max(0.02, 1 / (8 + self.timed[used])) * max(-0.25, min(0.25, residual))
+
+    def _judge_probe(self, round: Round) -> None:
+        lost = self.cost[self.used] / self.cost[self.off] - round.tokens  # in plain steps
+        self.gap = self.patience if lost < 0 else max(self.patience, min(2 * self.gap, int(lost / PROBE[2])))
+        if lost < 0:
+            self.evidence *= 0.5  # what was seen before is old
+        else:
+            self.streak = 0
+
+
+class Window:
+    """Length of a chain from the acceptance rate over a window of rounds, as in simple schedulers; knows no costs.
+
+    One token longer above a rate of 0.9, one shorter below 0.6, off below 0.5 until some rounds have passed.
+
+    Args:
+        longest: chain length at most.
+        window: drafting rounds that are looked at.
+        retry: plain rounds before a chain of 1 is tried again.
+    """
+
+    name = "window"
+
+    def __init__(self, longest: int = 8, window: int = 16, retry: int = 64):
+        if longest < 1:
+            raise UserError(f"policy=window with a chain of {longest}: at least 1 is allowed")
+        self.longest, self.window, self.retry = longest, window, retry
+        self.nodes = self.rows = longest
+        self.length, self.idle = min(4, longest), 0
+        self.seen: list[tuple[int, int]] = []  # accepted, drafted
+
+    def choose(self) -> DraftSettings:
+        """See `Policy.choose`."""
+        if self.length == 0:
+            self.idle += 1
+            if self.idle > self.retry:
+                self.length, self.idle = 1, 0
+        return DraftSettings("chain", self.length)
+
+    def observe(self, round: Round) -> None:
+        """See `Policy.observe`."""
+        if round.depth:
+            self.seen.append((round.accepted, round.depth))
+        if len(self.seen) < self.window:
+            return
+        accepted, drafted = map(sum, zip(*self.seen, strict=True))
+        self.seen = []
+        rate = accepted / drafted
+        if rate < 0.5:
+            self.length = 0
+        elif rate < 0.6:
+            self.length = max(1, self.length - 1)
+        elif rate > 0.9:
+            self.length = min(self.longest, self.length + 1)
+
+
+POLICIES = ("adaptive", "window", "fixed")
+
+
+def _shifted(survival: Sequence[float]) -> np.ndarray:
+    """Survival under all shifts, [shifts, d - 1], from a curve counted on short text: nothing is certain."""
+    alive = np.maximum.accumulate(np.asarray([1.0, *survival])[::-1])[::-1] * SAMPLES
+    accepted = (alive[1:] + 1) / (alive[:-1] + 2)  # conditional on the depth before; 1/2 where nothing was seen
+    tries = np.exp(np.where(np.arange(len(accepted)) == 0, SHIFTS[0][:, None], SHIFTS[1][:, None]))
+    return np.cumprod(1 - (1 - accepted) ** tries, axis=1)

@@ -10,7 +10,7 @@ SERVE_STAMP := .venv-serve/.complete-$(VLLM)
 
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: setup test test-all lint bench demo serve-check clean
+.PHONY: setup test test-all lint bench table demo serve-check clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -41,6 +41,10 @@ lint: setup
 
 bench: setup
 	@$(BIN)/python scripts/bench.py $(ARGS)
+
+# Every method on the same text and prompts: about an hour on two slow cores.
+table: setup
+	@$(BIN)/python scripts/table.py $(ARGS)
 
 demo: setup
 	@$(BIN)/python scripts/demo.py $(ARGS)

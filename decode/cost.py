@@ -30,9 +30,10 @@ from decode.tree import ancestors, block_mask, walk
 from drafters.adapter import adapted
 from drafters.base import Drafter, DraftSettings
 from drafters.combine import Merged
+from drafters.locate import cache_folder
 from drafters.medusa import static_tree
 from drafters.router import Router
-from drafters.target import Features, Target, cache_folder
+from drafters.target import Features, Target
 
 CONTEXT = 192
 OFF = DraftSettings("chain", 0)

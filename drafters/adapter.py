@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.errors import UserError
+from drafters.llama import FastDecoder
 from drafters.packing import Packed, install, pack_linears, remove
 from drafters.target import Target
 
@@ -54,26 +55,40 @@ class Adapter:
         own = {id(copy): module for copy, (module, _) in zip(copies, self.merged, strict=True)}
         products = pack_linears(nn.ModuleList(copies)) if target.packed else []
         self.packed: Packed = [(own[id(copy)], forward) for copy, forward in products]
+        self.fast: FastDecoder | None = None
+        if target.fast is not None:  # it keeps weights of its own, which no module's weight changes
+            with self._merged_weights():
+                self.fast = FastDecoder(target.decoder, target.config)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """The target with the adapter, for a while."""
-        target, packed = self.target, self.target.packed
-        original: list[Any] = [(module, module.weight) for module, _ in self.merged]
+        target, packed, fast = self.target, self.target.packed, self.target.fast
         touched = {id(module) for module, _ in self.merged}
         remove(packed)
+        try:
+            with self._merged_weights():
+                target.packed = [(m, forward) for m, forward in packed if id(m) not in touched] + self.packed
+                target.fast = self.fast
+                install(target.packed)
+                try:
+                    yield
+                finally:
+                    remove(target.packed)
+        finally:
+            target.packed, target.fast = packed, fast
+            install(packed)
+
+    @contextlib.contextmanager
+    def _merged_weights(self) -> Iterator[None]:
+        original: list[Any] = [(module, module.weight) for module, _ in self.merged]
         for module, weight in self.merged:
             module.weight = weight
-        target.packed = [(m, forward) for m, forward in packed if id(m) not in touched] + self.packed
-        install(target.packed)
         try:
             yield
         finally:
-            remove(target.packed)
             for module, weight in original:
                 module.weight = weight
-            target.packed = packed
-            install(packed)
 
     def save(self, folder: Path) -> None:
         """Copies peft's files."""

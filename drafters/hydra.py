@@ -8,6 +8,7 @@ are dynamic, like EAGLE-2's.
 Shapes: B batch, T rows, D hidden width, K heads, w beams, Vd draft vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -92,6 +93,20 @@ class HydraDrafter(MedusaDrafter):
                 draft = logits.argmax(-1)
             path = torch.cat([path, self._to_target(draft)])
         return DraftTree.chain(path[1:], torch.cat(dists) if sampled else None)
+
+    def propose_batch(  # type: ignore[override]
+        self,
+        states: Sequence["HydraState"],
+        settings: Sequence[DraftSettings],
+        temperatures: Sequence[float],
+        generators: Sequence[torch.Generator],
+    ) -> list[DraftTree]:
+        """See `Drafter`: one by one, for each request is on a path of its own."""
+        return [self.propose(*each) for each in zip(states, settings, temperatures, generators, strict=True)]
+
+    def fork(self, state: "HydraState", rows: int, capacity: int) -> "HydraState":  # type: ignore[override]
+        """See `Drafter`: nothing counts but the newest pair, which `extend` brings."""
+        return self.begin(capacity)
 
     def _propose_tree(self, state: "HydraState", settings: DraftSettings, depth: int) -> DraftTree:
         paths = state.token[None]  # (w, 1 + drafts): each beam's tokens

@@ -183,6 +183,10 @@ class SuffixDrafter:
         other = self._grow(self.references, *state.place, settings)
         return max(own, other, key=lambda trie: trie.score).tree(state.device)
 
+    def confidence(self, state: SuffixState) -> int:
+        """Length of the longest match: a router lets a long one go first."""
+        return max(state.text.seen_before()[1], state.place[1])
+
     def _grow(self, automaton: SuffixAutomaton, place: int, match: int, settings: DraftSettings) -> "Trie":
         """Takes the likeliest continuation not yet taken, again and again; a chain goes on from the last one only."""
         trie = Trie()

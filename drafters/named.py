@@ -10,6 +10,7 @@ from drafters.draft_model import DraftModel, same_tokenizer
 from drafters.errors import UserError
 from drafters.lookahead import LookaheadDrafter
 from drafters.lookup import LookupDrafter, SuffixDrafter
+from drafters.router import combined
 from drafters.target import Target, load_target
 from drafters.translate import TranslatedDraftModel
 
@@ -83,5 +84,7 @@ NAMES: dict[str, tuple[str, Callable[[str, Target], Drafter]]] = {
     "suffix": ("suffix[:TEXT_FILE]", _suffix),
     "lookahead": ("lookahead[:WINDOW[,NGRAM[,GUESSES]]]", _lookahead),
     "model": ("model:NAME_OR_DIR", _model),
+    "router": ("router:A+B", lambda argument, target: combined("router", argument, lambda s: make_drafter(s, target))),
+    "merged": ("merged:A+B", lambda argument, target: combined("merged", argument, lambda s: make_drafter(s, target))),
 }
 """Name -> how it is written, and what makes it."""

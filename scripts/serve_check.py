@@ -174,6 +174,9 @@ def failures(row: dict[str, Any]) -> list[str]:
         found.append("the server counted no draft: it did not speculate")
     if abs(served["tau"] / ours["tau"] - 1) > TOLERANCE:
         found.append(f"the server accepts {served['tau']:.3f} tokens a step, our decoder {ours['tau']:.3f}")
+    elif row["dtype"] == "float32" and abs(served["kept"] - ours["kept"]) > 1 + TOLERANCE * ours["kept"]:
+        # a weak drafter's tokens a step are near 1 in any decoder
+        found.append(f"the server keeps {served['kept']} drafts, our decoder {ours['kept']}")
     if row["dtype"] == "float32" and row["same_text"] < row["prompts"]:
         found.append(f"{row['prompts'] - row['same_text']} texts differ from the server's own without a drafter")
     return found

@@ -89,18 +89,20 @@ def test_our_last_round_counts_whole_as_the_servers_does(monkeypatch, ends_at, c
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tau", "rounds", "same_text", "found"),
+    ("dtype", "kept", "rounds", "same_text", "found"),
     [
-        ("float32", 1.6, 10, 20, []),
-        ("float32", 1.4, 10, 20, ["accepts 1.400"]),
-        ("float32", 1.6, 10, 19, ["1 texts differ"]),
-        ("bfloat16", 1.6, 10, 3, []),  # near-ties fall either way there
-        ("bfloat16", 1.0, 0, 20, ["did not speculate", "accepts 1.000"]),
+        ("float32", 60, 100, 20, []),
+        ("float32", 40, 100, 20, ["accepts 1.400"]),
+        ("float32", 50, 100, 20, ["keeps 50 drafts, our decoder 60"]),
+        ("float32", 60, 100, 19, ["1 texts differ"]),
+        ("bfloat16", 50, 100, 3, []),  # near-ties fall either way there
+        ("bfloat16", 0, 0, 20, ["did not speculate", "accepts 1.000"]),
     ],
 )
-def test_what_counts_as_a_failure(dtype, tau, rounds, same_text, found):
-    row = {"dtype": dtype, "prompts": 20, "same_text": same_text, "ours": {"tau": 1.6}}
-    problems = script.failures(row | {"server": {"tau": tau, "rounds": rounds}})
+def test_what_counts_as_a_failure(dtype, kept, rounds, same_text, found):
+    row = {"dtype": dtype, "prompts": 20, "same_text": same_text, "ours": {"tau": 1.6, "kept": 60}}
+    served = {"tau": 1 + kept / max(1, rounds), "kept": kept, "rounds": rounds}
+    problems = script.failures(row | {"server": served})
     assert len(problems) == len(found)
     assert all(part in problem for part, problem in zip(found, problems, strict=True))
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from drafters.adapter import read_deltas
 from drafters.errors import UserError
 from drafters.medusa import MedusaDrafter
-from drafters.packing import install, remove
+from drafters.packing import install, native_bf16, remove
 from drafters.target import Features, Target
 from train.objectives import LOGIT_LOSSES, ChunkRun, Objective, chunked_head_loss, supervised
 from train.recipe import BackboneOptions, Recipe
@@ -59,7 +59,7 @@ class Backbone(nn.Module):
         layers = {n: m for n, m in target.model.named_modules() if isinstance(m, LoraLayer)}
         self._layers: list[Any] = [*layers.values()]
         if target.model.get_output_embeddings() is not head or target.model.get_input_embeddings() is not embedding:
-            self.close()
+            model.unload()
             raise UserError(f"backbone.modules={options.modules} names the embedding or the head, which stay frozen")
         for name, layer in zip(layers, self._layers, strict=True):
             part = {
@@ -68,7 +68,13 @@ class Backbone(nn.Module):
                 "dropout": layer.lora_dropout["default"],
             }
             self.add_module(name.replace(".", "/"), nn.ModuleDict(part))
-        remove(target.packed)  # prepacked products know no gradient
+        # a CPU that emulates bfloat16 would take longer for its products than for all else; widening is exact
+        widen = target.dtype == torch.bfloat16 and not native_bf16(target.device)
+        self._narrow = [(p, p.data) for p in target.model.parameters() if p.dtype == torch.bfloat16] if widen else []
+        for parameter, data in self._narrow:
+            parameter.data = data.float()
+        remove(target.packed)  # prepacked products know no gradient, and neither does the fast loop
+        self._fast = target.fast
         self._switch(False)
 
     @contextlib.contextmanager
@@ -81,6 +87,7 @@ class Backbone(nn.Module):
             self._switch(False)
 
     def _switch(self, on: bool) -> None:
+        self._held[0].fast = None if on else self._fast
         for layer in self._layers:
             layer._disable_adapters = not on  # peft's own switch would also freeze the weights
 
@@ -88,6 +95,8 @@ class Backbone(nn.Module):
         """Gives the target back as it was."""
         target, model = self._held
         model.unload()
+        for parameter, data in self._narrow:
+            parameter.data = data
         install(target.packed)
 
     def save(self, folder: Path) -> None:

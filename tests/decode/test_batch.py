@@ -142,7 +142,7 @@ MIXED = [
 """Own lengths, settings, samplers, seeds and stop rules."""
 
 
-@pytest.mark.parametrize("name", ["plain", "medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("name", ["plain", "medusa", "hydra", "eagle1", "eagle3"])
 def test_a_request_does_not_depend_on_its_neighbours(target, drafters, name):
     drafter = drafters.get(name)
     expected = [alone(target, drafter, request) for request in MIXED]
@@ -183,7 +183,7 @@ def test_a_batch_at_home_is_read_in_place(target):
 # ---- shared prefixes
 
 
-@pytest.mark.parametrize("name", ["plain", "medusa", "eagle3"])
+@pytest.mark.parametrize("name", ["plain", "medusa", "hydra", "eagle3"])
 def test_a_common_prefix_is_stored_and_read_once(target, drafters, name, monkeypatch):
     drafter, rng = drafters.get(name), random.Random(3)
     system = [rng.randrange(VOCAB) for _ in range(70)]  # ends inside a page

@@ -42,11 +42,15 @@ def final(target):
     return target.forward(IDS, POSITIONS).final
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_on_and_off(own, folder, packed):
-    if packed and not own.pack().packed:
-        pytest.skip("this CPU packs nothing")
-    before, reference = final(own), make_target(layers=3)
+@pytest.mark.parametrize(("family", "pack"), [("llama", False), ("llama", True), ("gemma2", True)])
+def test_on_and_off(folder, family, pack):
+    own, reference = make_target(family, layers=3), make_target(family, layers=3)
+    if pack:
+        own.pack()
+        assert (own.fast is not None) == (family == "llama")  # the loop of its own, or prepacked products
+        if not own.is_packed:
+            pytest.skip("this CPU packs nothing")
+    before = final(own)
     weights = {n: w.clone() for n, w in own.model.state_dict().items()}
     tensors, modules = load_file(folder / ADAPTER_WEIGHTS), dict(reference.model.named_modules())
     for name in NAMES:

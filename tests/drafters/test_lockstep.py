@@ -20,7 +20,7 @@ def part(features, rows):
     return Features(features.final[:, rows], None if features.taps is None else features.taps[:, rows])
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle1", "eagle3"])
 @torch.inference_mode()
 def test_lists_of_requests_equal_requests_one_by_one(target, drafters, name):
     drafter = drafters[name]
@@ -59,7 +59,7 @@ def test_lists_of_requests_equal_requests_one_by_one(target, drafters, name):
         assert [len(tree.tokens) for tree in lot] == [3, 6, 4, 0]
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle1", "eagle3"])
 @torch.inference_mode()
 def test_a_fork_goes_on_from_the_common_rows(target, drafters, name):
     drafter = drafters[name]

@@ -159,6 +159,25 @@ def test_modules_that_cannot_be_adapted(own, modules):
     assert [name for name, _ in own.model.named_modules()] == names
 
 
+def test_emulated_bfloat16_is_widened_for_the_time_being(own, tmp_path, monkeypatch):
+    own.model.to(torch.bfloat16)
+    before = {n: w.clone() for n, w in own.model.state_dict().items()}
+    dtypes, right = set(), LOOP._accumulate
+
+    def watch(run, rows):
+        dtypes.add(own.blocks[0].mlp.up_proj.base_layer.weight.dtype)
+        return right(run, rows)
+
+    monkeypatch.setattr(LOOP, "_accumulate", watch)
+    monkeypatch.setattr(sys.modules["train.joint"], "native_bf16", lambda device: False)
+    train(joint_recipe(tmp_path, target={"device": "cpu", "dtype": "bfloat16"}), own)
+    assert dtypes == {torch.float32}
+    after = own.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(w, after[n]) for n, w in before.items())
+    assert own.dtype == torch.bfloat16
+    load_drafter(tmp_path / "run", own)
+
+
 # ---- the objective
 
 
@@ -234,7 +253,11 @@ def test_padding_changes_nothing_and_an_empty_mask_is_a_finite_zero(own, tmp_pat
 # ---- on disk and in the decoder
 
 
-def test_the_saved_adapter_is_the_trained_one(own, tmp_path, spy, monkeypatch):
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_saved_adapter_is_the_trained_one(own, tmp_path, monkeypatch, pack):
+    if pack:  # the loop that passes the modules by must not pass the adapter by
+        assert own.pack().fast is not None
+    fast = own.fast
     probe, trained = torch.arange(20, 40)[None], {}
     positions = torch.arange(20)[None]
     right = LOOP.save_drafter
@@ -260,6 +283,7 @@ def test_the_saved_adapter_is_the_trained_one(own, tmp_path, spy, monkeypatch):
             assert out.tokens == plain  # lossless for the adapted target
     torch.testing.assert_close(after, trained["final"], rtol=1e-4, atol=1e-4)
     assert (after - before).abs().max() > 1e-2 and torch.equal(own.forward(probe, positions).final, before)
+    assert own.fast is fast
     assert sorted(p.name for p in (Path(recipe.output) / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafters.adapter import ADAPTER
 from drafters.build import TrainedDrafter
 from drafters.checkpoint import Table, load_drafter, native_config, native_tensors
 from drafters.eagle import NORMS, EagleDrafter
@@ -109,6 +110,9 @@ def _write(drafter: TrainedDrafter, server: str, folder: Path, target: Target, d
     meta = {k: v for k, v in drafter.meta.items() if k not in ("warnings", "notes")}
     if drafter.draft_ids is not None and drafter.kind != "eagle3":
         meta["draft_ids"] = drafter.draft_ids.tolist()  # what the weights do not say
+    if isinstance(drafter, MedusaDrafter) and drafter.adapter is not None:
+        drafter.adapter.save(folder / ADAPTER)  # no server applies it: it must be merged into the served target
+        meta["adapter"] = ADAPTER
     write_json(folder / META, {"kind": drafter.kind, **meta, "layout": server})
     if server == "sglang" and drafter.kind == "eagle1" and drafter.draft_ids is not None:
         torch.save(drafter.draft_ids.tolist(), folder / HOT_TOKENS)  # for --speculative-token-map: absolute ids

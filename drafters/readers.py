@@ -50,8 +50,9 @@ def read_checkpoint(raw: RawFolder, target: Target | None = None) -> Checkpoint:
     Raises:
         UserError: a layout that is not known here, or keys that are missing.
     """
-    if is_native(raw.meta):
-        return Checkpoint(raw.meta["kind"], "headstart", raw.config, raw.weights, raw.meta)
+    if is_native(raw.meta) or raw.config.get("model_type") == "hydra":  # Hydra has no layout but ours
+        kind = raw.meta.get("kind") or str(raw.config["model_type"])
+        return Checkpoint(kind, "headstart", raw.config, raw.weights, raw.meta)
     names = set(raw.weights)
     spec = raw.config.get("speculators_model_type")
     if spec not in (None, "eagle", "eagle3"):

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.files import RawFolder
-from drafters.readers import TAPS
+from drafters.readers import TAPS, norms_of
 
 SUPPORT = {
     "vllm": ("eagle1", "eagle3", "medusa"),
@@ -104,7 +103,7 @@ def _eagle3(raw: RawFolder, server: str, note: Note) -> None:
     llama = config.get("transformer_layer_config", config)
     nested = (config.get("eagle_config") or {}).get(TAPS)
     top = config.get(TAPS)
-    flags = {f for f in NORMS if config.get(f) or (config.get("eagle_config") or {}).get(f)}
+    flags = set(norms_of(config))
     V, head = llama.get("vocab_size"), names.get("lm_head.weight")
     size = None if head is None else len(head)
     arch = _architectures(config)

@@ -6,8 +6,8 @@ python scripts/export.py runs/smollm2-eagle3 --to hub --report runs/eval --out r
 
 import argparse
 import contextlib
-from pathlib import Path
 
+from drafters.adapter import ADAPTER
 from drafters.card import measured, publish, save_pretrained
 from drafters.errors import UserError, cli
 from drafters.export import DTYPES, HOT_TOKENS, export, fresh_folder
@@ -53,8 +53,12 @@ def main() -> None:
     out = export(args.run, args.to, args.out, target, args.dtype)
     files = ", ".join(sorted(p.name for p in out.iterdir()))
     print(f"wrote {out} ({files}); names, shapes, origin, vocabulary and logits checked from the files")
-    if (Path(out) / HOT_TOKENS).exists():
+    if (out / HOT_TOKENS).exists():
         print(f"SGLang drafts from the trained vocabulary with --speculative-token-map {out / HOT_TOKENS}")
+    if (out / ADAPTER).is_dir():
+        print(
+            f"serve the target with {out / ADAPTER} merged into it: these heads were trained together with that adapter"
+        )
     with contextlib.suppress(UserError):  # a converter's input has no launch line
         print(launch(args.to, found.kind, resolve_path(name), out, 3, tuple(found.config.get(TAPS) or ())))
 

@@ -8,8 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from drafters.build import build_eagle, build_medusa
 from drafters.checkpoint import load_drafter, probe_logits, save_drafter
+from drafters.describe import describe
+from drafters.eagle import NORMS
 from drafters.errors import UserError
-from drafters.export import HOT_TOKENS, check_export, export, weight_file
+from drafters.export import HOT_TOKENS, _write, check_export, export, weight_file
 from drafters.files import CONFIG, META, WEIGHTS, read_folder
 from drafters.servers import SUPPORT, check_pair, findings
 from tests.tiny import make_target
@@ -84,6 +86,22 @@ def test_full_vocabularies_carry_no_map(deep, runs, tmp_path, server, kind):
     out = export(runs[f"{kind} full"], server, tmp_path / "out", deep)
     assert not load_file(out / WEIGHTS).keys() & {"d2t", "t2d", "token_map"}
     assert load_drafter(out, deep).draft_ids is None
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_eagle31_norms_go_where_they_are_computed(deep, tmp_path, norm):
+    """Every server that computes it gives the trainer's logits (`check_export`); one that ignores it is refused."""
+    drafter = perturb(build_eagle(deep, SOME, version=3, norms=(norm,)))
+    run = save_drafter(drafter, tmp_path / "run", deep, {})
+    ignored = {"norm_before_residual": ["sglang", "trtllm"], "fc_norm": ["trtllm"], "norm_output": ["sglang"]}
+    for server in ("vllm", "speculators", "sglang", "trtllm", "eagle"):
+        if server == "eagle" or server in ignored.get(norm, ()):
+            with pytest.raises(UserError, match=f"ignores {norm}"):
+                export(run, server, tmp_path / server, deep)
+        else:
+            again = load_drafter(export(run, server, tmp_path / server, deep), deep, pack=False)
+            assert again.config.norms == (norm,)
+            assert torch.equal(probe_logits(again, deep), probe_logits(load_drafter(run, deep, pack=False), deep))
 
 
 def test_what_eagle3_servers_read_in_silence(deep, runs, tmp_path):
@@ -191,6 +209,32 @@ def test_bfloat16_says_so_and_means_it(deep, runs, tmp_path):
 def test_pairs_that_do_not_exist(server, kind, message):
     with pytest.raises(UserError, match=message):
         check_pair(server, kind)
+
+
+def test_hydra_is_for_this_decoder_only(target, tmp_path):
+    run = save_drafter(build_medusa(target, None, heads=2, kind="hydra"), tmp_path / "run", target, {})
+    with pytest.raises(UserError, match="hydra works with --to nothing yet"):
+        export(run, "vllm", tmp_path / "out", target)
+    told = "\n".join(describe(run))
+    assert "hydra, headstart" in told and "broken" not in told and "vLLM: will not: loads no hydra drafter" in told
+
+
+def test_heads_that_were_trained_with_an_adapter_keep_it(target, tmp_path):
+    class Adapter:
+        def save(self, folder):
+            folder.mkdir()
+            (folder / "adapter_model.safetensors").write_text("peft's")
+
+    drafter = build_medusa(target, None, heads=2)
+    run = save_drafter(drafter, tmp_path / "run", target, {})
+    loaded = load_drafter(run, target, pack=False)
+    loaded.adapter = Adapter()
+    out = tmp_path / "out"
+    out.mkdir()
+    _write(loaded, "vllm", out, target, "float32")
+    assert (out / "adapter" / "adapter_model.safetensors").exists()
+    assert json.loads((out / META).read_text())["adapter"] == "adapter"
+    check_export(out, "vllm", loaded, target)
 
 
 def test_a_draft_vocabulary_that_the_server_does_not_know(deep, runs, tmp_path):

@@ -113,9 +113,10 @@ def test_speculators_and_its_own_defaults(deep, trained, tmp_path):
     again = same(folder, drafter, deep)
     assert again.meta["made_for"] == "some/target"
     assert [w.split(" ")[0] for w in warnings_of(again)] == ["embed_tokens.weight", "norm_before_residual"]
-    published |= {"norm_before_residual": True, "norm_before_fc": True}
+    published |= {"norm_before_residual": True}
+    assert load_drafter(write(tmp_path / "y", published, weights), deep).config.norms == ("norm_before_residual",)
     with pytest.raises(UserError, match="missing input_norm.weight"):
-        load_drafter(write(tmp_path / "y", published, weights), deep)
+        load_drafter(write(tmp_path / "z", published | {"norm_before_fc": True}, weights), deep)
 
 
 def test_draft_ids_out_of_order_are_sorted_with_the_head(deep, trained, tmp_path):

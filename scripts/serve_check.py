@@ -10,7 +10,6 @@ token. (In bfloat16 a step over several rows rounds otherwise than one over a si
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -36,8 +35,9 @@ from rich.table import Table
 from decode.engine import DraftSettings, Round, generate
 from decode.environment import environment, load_average
 from decode.prompts import load_prompts
-from drafters.checkpoint import CONFIG, META, WEIGHTS, load_drafter
+from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
+from drafters.export import export
 from drafters.target import Target, load_target, resolve_path
 from train.loop import train
 from train.recipe import load_recipe
@@ -110,18 +110,10 @@ def train_small(target: str, out: Path) -> list[Path]:
 
 
 def exported(target: str, out: Path, folders: Sequence[Path]) -> list[Path]:
-    """Each drafter as vLLM shall load it, in a folder of its own; both decoders then read the same files."""
+    """Each drafter in the layout for vLLM; both decoders then read the same files."""
     shutil.rmtree(out / "exports", ignore_errors=True)
-    if importlib.util.find_spec("drafters.export") is None:
-        # Our layout is one that vLLM loads, but it reads every .safetensors file: a run's folder holds its state too.
-        for folder in folders:
-            (out / "exports" / folder.name).mkdir(parents=True)
-            for name in (CONFIG, WEIGHTS, META):
-                shutil.copy(folder / name, out / "exports" / folder.name)
-        return [out / "exports" / folder.name for folder in folders]
-    exporter: Any = importlib.import_module("drafters.export")
     loaded = load_target(target, "float32", pack=False)
-    return [exporter.export(folder, "vllm", out / "exports" / folder.name, loaded) for folder in folders]
+    return [export(folder, "vllm", out / "exports" / folder.name, loaded) for folder in folders]
 
 
 # ---- the two decoders on the same prompts

@@ -124,17 +124,6 @@ def test_the_server_answers_and_ends_with_its_children(tmp_path):
     assert not alive(child)
 
 
-def test_a_run_folder_is_served_without_its_state(tmp_path, monkeypatch):
-    """vLLM would load every .safetensors file of the folder."""
-    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
-    run = tmp_path / "run"
-    run.mkdir()
-    for name in ("config.json", "headstart.json", "model.safetensors", "state.safetensors"):
-        (run / name).write_text(name)
-    (folder,) = script.exported("unused", tmp_path / "out", [run])
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "headstart.json", "model.safetensors"]
-
-
 def test_a_server_that_ends_is_one_line(tmp_path):
     with (
         pytest.raises(UserError, match=r"ended with status 1; .*plain\.log says: .*ValueError: no such drafter$"),

@@ -38,7 +38,8 @@ from decode.prompts import load_prompts
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
 from drafters.export import export
-from drafters.target import Target, load_target, resolve_path
+from drafters.locate import resolve_path
+from drafters.target import Target, load_target
 from train.loop import train
 from train.recipe import load_recipe
 

@@ -121,14 +121,18 @@ def _write(drafter: TrainedDrafter, server: str, folder: Path, target: Target, d
 def _full_heads(tensors: dict[str, Tensor], ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """Heads over the whole vocabulary: vLLM 0.32 builds no smaller ones, so that a `token_map` can't be loaded there.
 
-    Tokens outside the draft vocabulary get the row of its last token. They never score above the trained ones, and vLLM
-    drafts each head's best token only.
+    Tokens outside the draft vocabulary get the mean of the trained rows: their score is the mean of the trained scores,
+    so that none of them is ever a head's best token, which is all that vLLM drafts.
     """
 
     def full(rows: Tensor) -> Tensor:
-        return rows[-1:].expand(vocab_size, -1).clone().index_copy_(0, ids, rows)
+        return _filler(rows).expand(vocab_size, -1).clone().index_copy_(0, ids, rows)
 
     return {name: full(w) if name.startswith("lm_heads.") else w for name, w in tensors.items()}
+
+
+def _filler(rows: Tensor) -> Tensor:
+    return rows.mean(0, keepdim=True)
 
 
 def weight_file(server: str, kind: str) -> str:
@@ -288,7 +292,7 @@ def _trace(weights: dict[str, Tensor], drafter: TrainedDrafter, server: str, tar
         source = None if source is None else source.detach().cpu().to(weight.dtype)
         if ids is not None and source is not None and name.startswith("lm_heads."):  # see `_full_heads`
             others = torch.ones(len(weight), dtype=torch.bool).index_fill_(0, ids, False)
-            filled = bool((weight[others] == source[-1]).all())
+            filled = bool((weight[others] == _filler(source)).all())
             weight = weight[ids] if filled else weight
         if not zero_bias and (source is None or not torch.equal(source, weight)):
             raise UserError(f"{name} is neither a trained tensor nor the target's")

@@ -305,7 +305,8 @@ def _derived(drafter: Drafter, curve: Curve, trials: dict[DraftSettings, Trial])
     short, long = min(chains), max(chains)
     level = max(0.0, (chains[long].draft_ms - chains[short].draft_ms) / (long - short))  # ms a level
     hits = drafter.meta.get("rank_hits")
-    if hits:  # for text as hard as the training's, and for easier and harder text
+    eagle = drafter.kind.startswith("eagle")
+    if hits and not eagle:  # static trees, for text as hard as the training's, and for easier and harder text
 
         def cost(nodes: int, depth: int) -> float:
             return curve(nodes + 1) + (chains[short].draft_ms + level * (depth - short) if depth else 0.0)
@@ -313,7 +314,7 @@ def _derived(drafter: Drafter, curve: Curve, trials: dict[DraftSettings, Trial])
         bent = ([[hit**difficulty for hit in row] for row in hits] for difficulty in (0.4, 1.0, 2.0))
         found = [best_static_tree(rows, cost)[0] for rows in bent]
         return [s for s in dict.fromkeys(found) if s.nodes and s not in trials]
-    if not drafter.kind.startswith("eagle"):
+    if not eagle:
         return []
     # deepen while the level's expected token is worth its time at the best speed known: p / ms > tokens / ms
     speed = max((1 + sum(t.survival)) / (fmean(map(curve, t.nodes)) + t.draft_ms) for t in trials.values())

@@ -20,6 +20,7 @@ REGRESSION = {"smooth_l1": 1.0, "kl": 0.1}
 METHODS = {  # builder, objective
     "medusa-1": ({"heads": STEPS}, {"losses": {"ce": 1.0}}),
     "medusa-1, distilled": ({"heads": STEPS}, {"losses": {"kl": 1.0}}),
+    "hydra": ({"heads": STEPS, "kind": "hydra"}, {"losses": {"kl": 1.0}}),
     "eagle1": ({"version": 1}, {"losses": REGRESSION, "steps": 1}),
     "hass": ({"version": 1}, {"losses": {**REGRESSION, "topk": 0.1}, "steps": STEPS, "detach": True}),
     "eagle3": ({"version": 3}, {"losses": {"kl": 1.0}, "steps": STEPS}),

@@ -260,29 +260,6 @@ def test_noise_reaches_inputs_only(target):
     torch.testing.assert_close(read[0].final, features.final + noise)
 
 
-@pytest.mark.parametrize("kind", ["hydra"])
-def test_counting_sequences_are_learned_at_each_offset(target, kind):  # pitfall 26: head k learns offset k + 2
-    first, cycle, T, steps = 30, 12, 12, 3
-    ids = torch.arange(first - 5, first + cycle)
-    x = first + (torch.arange(cycle)[:, None] + torch.arange(T)) % cycle  # (12, 12)
-    mask = torch.ones_like(x, dtype=torch.bool)
-    drafter = build(target, kind, ids, warm_layer=False)  # nothing of a random layer is worth keeping
-    objective = Objective(drafter, target, options(kind, losses={"ce": 1.0}, decay=1.0))
-    features = target_features(target, x, drafter.taps)
-    weights = position_weights(list(mask), steps, "per_token", slice(0, cycle))
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    for _ in range(60):
-        optimizer.zero_grad()
-        objective(x, mask, features, weights)["loss"].backward()
-        optimizer.step()
-    with torch.no_grad():
-        outs = drafter.unroll(x, features, steps)
-        for j in range(steps):
-            logits = F.linear(outs[j], drafter.head_weight(j)) if kind in HEADS else drafter.logits(outs[j])
-            right = ids[logits.argmax(-1)][:, : T - 2 - j] == x[:, 2 + j :]
-            assert right.float().mean() > 0.95, j
-
-
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_detached_steps_are_the_same_but_train_apart(target, kind):
     batch, drafter = rows_for(target), build(target, kind)

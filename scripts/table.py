@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from drafters.target import Target, load_target
 from train.loop import train
 from train.recipe import load_recipe
 
-RECIPES = ("medusa1", "medusa2", "hydra", "eagle1", "hass", "eagle3", "eagle3.1")
+RECIPES = ("medusa1", "hydra", "eagle1", "hass", "eagle3", "eagle3.1", "medusa2")
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 PLAN = "plan.json"
 COLUMNS = ("method", "parameters", "training", "tau, chain of 4", "drafted", "tau", "survival", "speedup", "output")
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--epochs", type=float, default=2.0, help="passes over that text, for every method")
     p.add_argument("--prompts", type=int, default=12, help="prompts to measure on")
     p.add_argument("--max-new-tokens", type=int, default=48)
+    p.add_argument("--methods", nargs="+", default=list(RECIPES), choices=RECIPES, help="trained methods to compare")
     p.add_argument("--out", default="runs/table")
     return p
 
@@ -60,7 +62,7 @@ def main() -> None:
     out = Path(args.out)
     plan = _plan(out, args)
     target = load_target(args.target, args.dtype)
-    for name in RECIPES:
+    for name in args.methods:
         start = time.monotonic()
         print(f"\n{name}", flush=True)
         shared = [
@@ -71,7 +73,7 @@ def main() -> None:
         train(load_recipe(FOLDER / f"smollm2-{name}.yaml", shared), target, acceptance_length)
         plan["seconds"][name] = plan["seconds"].get(name, 0) + time.monotonic() - start
         _save(out, plan)
-    drafters = _drafters(out, target)
+    drafters = _drafters(out, target, args.methods)
     settings = _settings(out, plan, target, drafters)
     prompts = load_prompts("headstart", limit=args.prompts)
     report = evaluate(
@@ -89,7 +91,7 @@ def main() -> None:
 
 def _plan(out: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What this table was begun with, the seconds spent so far and the settings chosen; one folder, one table."""
-    path, asked = out / PLAN, vars(args)
+    path, asked = out / PLAN, {k: v for k, v in vars(args).items() if k != "methods"}
     if not path.is_file():
         return {"asked": asked, "seconds": {}, "draft": {}, "tau4": {}}
     plan = json.loads(path.read_text())
@@ -107,13 +109,17 @@ def _save(out: Path, plan: dict[str, Any]) -> None:
     os.replace(out / f".{PLAN}", out / PLAN)
 
 
-def _drafters(out: Path, target: Target) -> dict[str, Any]:
-    """All arms: EAGLE-2 is EAGLE-1's weights with a dynamic tree; the last two combine free and trained drafters."""
-    trained = {name: load_drafter(out / name, target) for name in RECIPES}
-    again = load_drafter(out / "eagle1", target)
-    both = [{"suffix": SuffixDrafter(), "eagle3": load_drafter(out / "eagle3", target)} for _ in range(2)]
-    free = {"lookup": LookupDrafter(), "suffix": SuffixDrafter(), "lookahead": LookaheadDrafter()}
-    return trained | {"eagle2": again} | free | {"router": Router(both[0]), "merged": Merged(both[1])}
+def _drafters(out: Path, target: Target, methods: Sequence[str]) -> dict[str, Any]:
+    """All arms: EAGLE-2 is EAGLE-1's weights with a dynamic tree; the router and the merged tree add suffix decoding to one."""
+    drafters: dict[str, Any] = {name: load_drafter(out / name, target) for name in methods}
+    if "eagle1" in drafters:
+        drafters["eagle2"] = load_drafter(out / "eagle1", target)
+    drafters |= {"lookup": LookupDrafter(), "suffix": SuffixDrafter(), "lookahead": LookaheadDrafter()}
+    best = "eagle3" if "eagle3" in methods else next((m for m in methods if m != "medusa2"), None)
+    if best is not None:
+        both = [{"suffix": SuffixDrafter(), best: load_drafter(out / best, target)} for _ in range(2)]
+        drafters |= {"router": Router(both[0]), "merged": Merged(both[1])}
+    return drafters
 
 
 @torch.inference_mode()

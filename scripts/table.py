@@ -110,7 +110,7 @@ def _save(out: Path, plan: dict[str, Any]) -> None:
 
 
 def _drafters(out: Path, target: Target, methods: Sequence[str]) -> dict[str, Any]:
-    """All arms: EAGLE-2 is EAGLE-1's weights with a dynamic tree; the router and the merged tree add suffix decoding to one."""
+    """All arms: EAGLE-2 is EAGLE-1's weights with a dynamic tree; router and merged tree add suffix decoding."""
     drafters: dict[str, Any] = {name: load_drafter(out / name, target) for name in methods}
     if "eagle1" in drafters:
         drafters["eagle2"] = load_drafter(out / "eagle1", target)

@@ -81,7 +81,7 @@ class Arm:
         """Time one request on prompt `ids`."""
         _reset_peak(target)
         if self.name == HF:
-            return _run_hf(target, ids, sampling, max_new_tokens)
+            return run_hf(target, ids, sampling, max_new_tokens)
         with adapted(self.adapts):
             result = engine.generate(
                 target,
@@ -124,7 +124,8 @@ class _FirstToken(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _run_hf(target: Target, ids: list[int], sampling: SamplingParams, max_new_tokens: int) -> Run:
+def run_hf(target: Target, ids: list[int], sampling: SamplingParams, max_new_tokens: int, **options: Any) -> Run:
+    """Time one request through `generate` of the model as loaded; `options` go to `generate`."""
     clock = _FirstToken(target)
     model: Any = target.model
     inputs = torch.tensor([ids], device=target.device)  # (1, T)
@@ -133,7 +134,7 @@ def _run_hf(target: Target, ids: list[int], sampling: SamplingParams, max_new_to
         synchronize(target)
         start = time.perf_counter()
         output = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), stopping_criteria=StoppingCriteriaList([clock])
+            inputs, attention_mask=torch.ones_like(inputs), stopping_criteria=StoppingCriteriaList([clock]), **options
         )
         synchronize(target)
         end = time.perf_counter()

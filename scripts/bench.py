@@ -2,7 +2,8 @@
 
     python scripts/bench.py --target smollm2-135m --dtype bfloat16 --out runs/bench
 
-All ratios come from one run whose parts take turns. Medians; the machine's load is recorded beside them.
+All ratios come from one run whose parts take turns. Medians; the machine's load is recorded beside them. With
+`--drafter` also what adaptation is worth, and speculation beside transformers' own (`scripts/bench_arms.py`).
 """
 
 import argparse
@@ -57,14 +58,19 @@ def main() -> None:
     ids = torch.arange(target.vocab_size)[:: target.vocab_size // 8192][:8192].to(target.device)
     drafter = load_drafter(args.drafter, target) if args.drafter else _untrained(target, ids)
     results: dict[str, Any] = {}
-    for name, part in (
+    parts: list[tuple[str, Callable[[], dict[str, float]]]] = [
         ("plain decoding against HF generate", lambda: plain_against_hf(target, args.tokens)),
         ("verification cost", lambda: verification(target)),
         ("engine and drafter", lambda: engine(target, drafter, args.tokens)),
         ("batched steps", lambda: batched(target)),
         ("synthesis", lambda: synthesis(target, args.batch)),
         ("training", lambda: training(target, ids)),
-    ):
+    ]
+    if args.drafter:
+        from bench_arms import arms  # a script sees its own folder, not the one above
+
+        parts.append(("adaptation and transformers' own speculation", lambda: arms(target, drafter)))
+    for name, part in parts:
         start = time.perf_counter()
         results |= part()
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -123,7 +123,8 @@ def adaptation(target: Target, drafter: Drafter, prompts: Sequence[Prompt], toke
     results = {f"{name}_vs_plain": summary["speedup"] for name, summary in against_plain.items()}
     results["adversarial_accepted_per_step"] = against_plain["adversarial"]["accepted_per_step"]
     against_fixed = [summarize("adaptive", records, name)["by_category"] for name in FIXED]
-    plain, fixed = [], []
+    plain: list[float] = []
+    fixed: list[float] = []
     for category, row in against_plain["adaptive"]["by_category"].items():
         wrong = against_plain["adversarial"]["by_category"][category]["speedup"]
         plain += [row["speedup"], wrong]
@@ -177,7 +178,8 @@ def truncated(target: Target, blocks: int = BLOCKS) -> Target:
     model = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     if missing := model.load_state_dict(target.model.state_dict(), strict=False).missing_keys:
         raise UserError(f"{target.name} can't be cut to {blocks} blocks: it has no {missing[0]}")
-    draft = wrap_target(nn.Module.to(model, target.device), target.tokenizer, f"{target.name}, {blocks} blocks")
+    nn.Module.to(model, target.device)
+    draft = wrap_target(model, target.tokenizer, f"{target.name}, {blocks} blocks")
     return draft.pack() if target.is_packed else draft
 
 

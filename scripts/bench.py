@@ -67,9 +67,12 @@ def main() -> None:
         ("training", lambda: training(target, ids)),
     ]
     if args.drafter:
-        from bench_arms import arms  # a script sees its own folder, not the one above
+        import bench_batch  # a script sees its own folder, not the one above
+        from bench_arms import arms
 
         parts.append(("adaptation and transformers' own speculation", lambda: arms(target, drafter)))
+        parts.append(("batches against HF generate", lambda: bench_batch.plain_against_hf(target, args.tokens // 2)))
+        parts.append(("batches, speculative", lambda: bench_batch.speculation(target, drafter, args.tokens // 2)))
     for name, part in parts:
         start = time.perf_counter()
         results |= part()

@@ -134,6 +134,8 @@ def read_deltas(folder: Path, target: Target) -> dict[str, Tensor]:
         module = modules.get(name.removeprefix(f"{prefix}."))
         if B is None or module is None or (len(B), A.shape[1]) != tuple(module.weight.shape):
             raise UserError(f"{folder}: {name} is no linear layer of target {target.name!r} with these shapes")
+        if not len(A) == B.shape[1] == int(config["r"]):  # another r would scale it wrongly
+            raise UserError(f"{folder}: {name} has rank {len(A)} and {B.shape[1]}, but its config says r={config['r']}")
         deltas[name] = scale * (B.float() @ A.float())
         if not torch.isfinite(deltas[name]).all():
             raise UserError(f"{folder}: {name} holds NaN or infinity")

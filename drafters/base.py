@@ -44,6 +44,10 @@ def draw_draft(logits: Tensor, temperature: float, generator: torch.Generator | 
     return (q / noise).argmax(-1), q
 
 
+MOST = 4096
+"""Nodes in a round; their mask alone takes the square of it."""
+
+
 @dataclass(frozen=True)
 class DraftSettings:
     """How much a drafter proposes each round."""
@@ -65,9 +69,11 @@ class DraftSettings:
     def __post_init__(self) -> None:
         if self.kind not in ("chain", "tree"):
             raise UserError(f"draft kind={self.kind!r}: chain or tree is allowed")
-        if self.length < 0 or self.top_k < 1 or self.total < 1:
+        sizes = (self.length, self.top_k, self.total)
+        if self.length < 0 or min(sizes[1:]) < 1 or max(sizes) > MOST:
             raise UserError(
-                f"draft length={self.length}, top_k={self.top_k}, total={self.total}: 0, 1 and 1 are the least"
+                f"draft length={self.length}, top_k={self.top_k}, total={self.total}: "
+                f"0, 1 and 1 are the least, {MOST} the most"
             )
         if not 0 <= self.min_confidence < 1:
             raise UserError(f"draft min_confidence={self.min_confidence}: a probability below 1 is needed, 0 for none")

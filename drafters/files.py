@@ -15,6 +15,17 @@ from drafters.errors import UserError
 
 WEIGHTS, CONFIG, META = "model.safetensors", "config.json", "headstart.json"
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("transformer_layer_config", "rope_scaling", "rope_parameters", "eagle_config"), (dict,)),
+    **dict.fromkeys(("speculators_config", "verifier", "target", "draft"), (dict,)),
+    **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "draft_ids"), (list,)),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "draft_vocab_size", "head_dim"), (int,)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), (int,)),
+    **dict.fromkeys(("medusa_num_heads", "medusa_num_layers", "max_position_embeddings"), (int,)),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), (int, float)),
+}
+_CALLED = {dict: "an object", list: "a list of whole numbers", int: "a whole number", float: "a number"}
+
 
 @dataclass
 class RawFolder:
@@ -36,9 +47,11 @@ def read_folder(folder: str | Path) -> RawFolder:
     """
     folder = Path(folder)
     meta = read_json(folder / META, missing_ok=True)
-    if is_native(meta):  # ours is one file with one name: a missing one must not be made up for by another
-        return RawFolder(folder, read_json(folder / CONFIG), meta, read_weights(folder / WEIGHTS), [WEIGHTS])
+    _check_kinds(folder / META, meta)
     config = read_json(folder / CONFIG)
+    _check_kinds(folder / CONFIG, config)
+    if is_native(meta):  # ours is one file with one name: a missing one must not be made up for by another
+        return RawFolder(folder, config, meta, read_weights(folder / WEIGHTS), [WEIGHTS])
     files = _weight_files(folder)
     weights: dict[str, Tensor] = {}
     for name in files:
@@ -58,10 +71,11 @@ def is_native(meta: dict[str, Any]) -> bool:
 def _weight_files(folder: Path) -> list[str]:
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / name).is_file():
-            shards = sorted(set((read_json(folder / name).get("weight_map") or {}).values()))
+            listed = read_json(folder / name).get("weight_map")
+            shards = set(map(str, listed.values())) if isinstance(listed, dict) else set()
             if not shards or any(Path(s).name != s for s in shards):
                 raise UserError(f"{folder / name}: weight_map must name files of this folder")
-            return shards
+            return sorted(shards)
     for pattern in (WEIGHTS, "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"):
         if (folder / pattern).is_file():
             return [pattern]
@@ -89,11 +103,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"{path}: holds more than tensors and is not opened ({first})") from error
+    except pickle.UnpicklingError as error:  # torch's own words would advise to open it anyway
+        raise UserError(
+            f"{path}: holds more than tensors, perhaps code, and is not opened; get it as .safetensors"
+        ) from error
     except (SafetensorError, OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); was the copy cut short?") from error
+        why = str(error).partition(". ")[0].partition("\n")[0] or "an empty file"
+        raise UserError(f"{path}: cannot be read ({why}); was the copy cut short?") from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
@@ -118,6 +134,19 @@ def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: a JSON object is expected")
     return value
+
+
+def _check_kinds(path: Path, values: dict[str, Any]) -> None:
+    """Raises `UserError` where a key that is read here holds another kind of value; null stands for no value."""
+    for key, value in values.items():
+        kinds = _KINDS.get(key)
+        if kinds is None or value is None:
+            continue
+        numbers = not isinstance(value, list) or all(isinstance(item, int) for item in value)
+        if not isinstance(value, kinds) or not numbers:
+            raise UserError(f"{path}: {key}={value!r:.60} is not {_CALLED[kinds[-1]]}")
+        if isinstance(value, dict):
+            _check_kinds(path, value)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -20,6 +20,9 @@ from drafters.base import DraftSettings, DraftTree
 from drafters.errors import UserError
 from drafters.target import Features
 
+LONGEST = 256
+"""Tokens in an n-gram of lookup, each size of which has a table of its own."""
+
 
 @dataclass
 class LookupState:
@@ -48,8 +51,10 @@ class LookupDrafter:
     taps: tuple[int, ...] = ()
 
     def __init__(self, longest: int = 4, shortest: int = 2):
-        if not 1 <= shortest <= longest:
-            raise UserError(f"lookup: longest={longest}, shortest={shortest}; 1 <= shortest <= longest is allowed")
+        if not 1 <= shortest <= longest <= LONGEST:
+            raise UserError(
+                f"lookup: longest={longest}, shortest={shortest}; 1 <= shortest <= longest <= {LONGEST} is allowed"
+            )
         self.longest, self.shortest = longest, shortest
         self.meta: dict[str, Any] = {}
         self.default_settings: DraftSettings | None = DraftSettings("chain", 8)

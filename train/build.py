@@ -16,6 +16,7 @@ from drafters.build import TrainedDrafter, build_eagle, build_medusa
 from drafters.checkpoint import load_drafter
 from drafters.eagle import NORMS, EagleDrafter
 from drafters.errors import UserError
+from drafters.files import CONFIG, WEIGHTS
 from drafters.medusa import MedusaDrafter
 from drafters.packing import native_bf16
 from drafters.target import Target
@@ -24,6 +25,8 @@ from train.data import EncodedData
 from train.features import FeatureStore, feature_key
 from train.objectives import Objective
 from train.recipe import Recipe
+
+RESOLVED = "recipe.resolved.json"
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
@@ -61,6 +64,7 @@ def check_before_data(recipe: Recipe, target: Target, processes: int) -> None:
         )
     if target.lm_head.weight.numel() == 0:
         raise UserError("the target's head is empty in this process (sharded parameters?); load the target unsharded")
+    _check_output(recipe)
     if recipe.drafter.init:
         _continued(recipe, target)
     else:  # a drafter of two words has all the shapes but one
@@ -68,6 +72,19 @@ def check_before_data(recipe: Recipe, target: Target, processes: int) -> None:
     for folder in (recipe.output, recipe.train.features):
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
+
+
+def _check_output(recipe: Recipe) -> None:
+    """A run writes model.safetensors and config.json: it must not replace a target's, or another drafter's."""
+    output, init = Path(recipe.output), recipe.drafter.init
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output={output} is a file; name a folder")
+    ours = (output / RESOLVED).is_file() and not (init and Path(init).resolve() == output.resolve())
+    found = [name for name in (WEIGHTS, CONFIG) if (output / name).exists()]
+    if found and not ours:
+        raise UserError(
+            f"output={output} holds a model that this run would overwrite ({found[0]}); choose another output"
+        )
 
 
 def check_same_recipe(recipe: Recipe, stored: dict[str, Any], output: Path) -> None:

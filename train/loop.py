@@ -25,6 +25,7 @@ from drafters.errors import UserError
 from drafters.provenance import provenance
 from drafters.target import Target
 from train.build import (
+    RESOLVED,
     JsonLines,
     check_before_data,
     check_same_recipe,
@@ -337,7 +338,7 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
 def _start_trackers(run: Run) -> None:
     output, accelerator, recipe = run.output, run.accelerator, run.recipe
     if accelerator.is_main_process:
-        (output / "recipe.resolved.json").write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
+        (output / RESOLVED).write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
         JsonLines.cut(output, run.step)
     init = {"wandb": {"mode": recipe.train.wandb_mode, "dir": str(output), "name": output.name}}
     accelerator.init_trackers("headstart", init_kwargs=init)

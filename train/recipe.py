@@ -153,7 +153,7 @@ class ObjectiveOptions:
     """Tokens that the loss `topk` looks at."""
     steps: Count = by_kind(medusa=1, hydra=1, eagle1=1, eagle3=3)
     """Steps that EAGLE is unrolled on its own output. null: 3 for eagle3, 1 for eagle1; heads have none."""
-    detach: bool = False
+    detach: bool = only_for("eagle1", "eagle3", default=False)
     """EAGLE's steps read the output of the step before as a constant, as HASS does; false lets the loss of a step train
     the steps before it too, as EAGLE-3 does."""
     decay: Annotated[float, Range(0, 1, open_low=True)] = 0.8
@@ -323,15 +323,27 @@ def check(recipe: Recipe) -> list[tuple[set[str], str]]:
 def _check_drafter(recipe: Recipe, refuse: Callable[..., None]) -> None:
     drafter, backbone = recipe.drafter, recipe.backbone
     kind, weights = drafter.kind, recipe.objective.losses
-    for item in fields(drafter):
+    for section, item in [(s, f) for s in ("drafter", "objective") for f in fields(getattr(recipe, s))]:
         kinds = item.metadata.get("only_for", (kind,))
-        value = getattr(drafter, item.name)
+        key, value = f"{section}.{item.name}", getattr(getattr(recipe, section), item.name)
         refuse(
             kind not in kinds and value != item.default,
-            f"drafter.{item.name}={show(value)} has no effect on {kind}; only on {' and '.join(kinds)}; remove it",
-            f"drafter.{item.name}",
+            f"{key}={show(value)} has no effect on {kind}; only on {' and '.join(kinds)}; remove it",
+            key,
             "drafter.kind",
         )
+    refuse(
+        kind in ("medusa", "hydra") and recipe.objective.steps != 1,
+        f"objective.steps={recipe.objective.steps} has no effect on {kind}; its steps are drafter.heads; remove it",
+        "objective.steps",
+        "drafter.kind",
+    )
+    refuse(
+        recipe.objective.top_k != ObjectiveOptions.top_k and not weights.get("topk"),
+        f"objective.top_k={recipe.objective.top_k} has no effect without the loss topk; add it, or remove this",
+        "objective.top_k",
+        "objective.losses",
+    )
     refuse(
         backbone.r > 0 and kind not in ("medusa", "hydra"),
         f"backbone.r={backbone.r} trains the target with the heads of medusa or hydra, not with {kind}; remove it",

@@ -112,6 +112,7 @@ def rename(tensors):
         ({"use_dora": True}, None, "only plain LoRA without bias can be applied, not use_dora"),
         ({"bias": "all"}, None, "only plain LoRA"),
         ({"r": 0}, None, "no adapter of peft's"),
+        ({"r": 9}, None, "has rank 2 and 2, but its config says r=9"),
         ({}, rename, "layers.9.mlp.up_proj is no linear layer"),
         ({}, lambda t: t.update(extra=torch.zeros(1)), "extra is not understood"),
         ({}, lambda t: t.clear(), "empty file is not understood"),

@@ -358,12 +358,24 @@ def test_an_absolute_map_that_ascends_within_the_vocabulary(target, saved):
         ({"eagle_aux_hidden_state_layer_ids": ...}, "layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "fc.weight is"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"0\.\.3"),
-        ({"num_attention_heads": "two"}, "num_attention_heads.*expected int"),
+        ({"num_attention_heads": "two"}, "num_attention_heads='two' is not a whole number"),
+        ({"rope_theta": "big"}, "rope_theta='big' is not a number"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
+        ({"eagle_config": [1]}, "eagle_config=.* is not an object"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "12"}}, "is not a list of whole numbers"),
     ],
 )
 def test_wrong_config(target, saved, changes, message):
     edit_config(saved, **changes)
     refuses(saved, target, message)
+
+
+def test_wrong_metadata(target, tmp_path):
+    folder = save_drafter(build("eagle1", target, "some"), tmp_path / "run", target, {})
+    meta = json.loads((folder / META).read_text())
+    for change in ({"draft_ids": "1, 2"}, {"draft_ids": ["a"]}, {"target": "mine"}, {"draft": 4}):
+        (folder / META).write_text(json.dumps(meta | change))
+        refuses(folder, target, f"headstart.json: {next(iter(change))}=.* is not a")
 
 
 def test_a_token_map_outside_the_vocabulary(target, tmp_path):

@@ -270,9 +270,13 @@ def test_files_that_do_not_add_up(deep, trained, tmp_path):
     write(folder, config, weights, "b.safetensors")
     with pytest.raises(UserError, match="several weight files"):
         load_drafter(folder, deep)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
-    with pytest.raises(UserError, match="files of this folder"):
-        load_drafter(folder, deep)
+    for listed in ({"x": "../a.safetensors"}, ["a.safetensors"], {}, None):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+        with pytest.raises(UserError, match="files of this folder"):
+            load_drafter(folder, deep)
+    (write(tmp_path / "empty", config, {}, "pytorch_model.bin") / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"cannot be read \(an empty file\); was the copy cut short"):
+        load_drafter(tmp_path / "empty", deep)
 
 
 # ---- describe

@@ -110,6 +110,22 @@ def test_changed_recipe_is_refused(target, tmp_path, change, key):
         train(recipe_from_dict(raw), target)
 
 
+def test_a_folder_that_is_no_run_is_left_alone(target, tmp_path):
+    recipe = small_recipe(tmp_path, "medusa", rows=8)
+    train(recipe, target)
+    folder, published = Path(recipe.output), tmp_path / "published"
+    published.mkdir()
+    for name in ("model.safetensors", "config.json", "headstart.json"):
+        (published / name).write_bytes((folder / name).read_bytes())
+    (folder / "state.safetensors").unlink()
+    before = {path: path.read_bytes() for path in (*published.iterdir(), folder / "model.safetensors")}
+    for name, init in (("published", None), ("published", str(published)), ("run", str(folder))):
+        with pytest.raises(UserError, match="holds a model that this run would overwrite"):
+            train(small_recipe(tmp_path, "medusa", rows=8, name=name, drafter={"init": init}), target)
+    assert {path: path.read_bytes() for path in before} == before
+    train(recipe, target)  # a run without a state begins anew
+
+
 def test_what_changes_no_number_may_change(target, tmp_path):
     train(small_recipe(tmp_path, train={"max_steps": 1}), target)
     folder = train(small_recipe(tmp_path, train={"max_steps": 1, "log_every": 7, "trackers": []}), target)

@@ -90,6 +90,7 @@ def test_unknown_keys_name_the_nearest(recipe_file):  # pitfall 86
         ("objective.losses={smooth_l1: 1}", "smooth_l1 needs drafter.kind=eagle1, not eagle3"),
         ("objective.losses={kl: 0}", "needs a weight above 0"),
         ("drafter.heads=3", "drafter.heads=3 has no effect on eagle3"),
+        ("objective.top_k=5", "objective.top_k=5 has no effect without the loss topk"),
         ("drafter.taps=[1, 1]", "names a layer twice"),
         ("seed=4294967296", "seed=4294967296 must be a whole number"),
         ("data.source='hub:'", "names no data set"),
@@ -107,6 +108,11 @@ def test_contradictions_between_sections(recipe_file):
     assert "drafter.taps=" in message(path, "drafter.kind=eagle1", "drafter.taps=[3]")
     assert "has no effect on eagle1" in message(path, "drafter.kind=eagle1", "drafter.norm_output=true")
     assert "norm the tapped layers twice" in message(path, "drafter.norm_before_fc=true", "drafter.fc_norm=true")
+    for kind in ("medusa", "hydra"):
+        assert f"objective.steps=3 has no effect on {kind}" in message(
+            path, f"drafter.kind={kind}", "objective.steps=3"
+        )
+        assert f"detach=true has no effect on {kind}" in message(path, f"drafter.kind={kind}", "objective.detach=true")
 
 
 def test_all_errors_at_once_one_line_each(recipe_file):

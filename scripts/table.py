@@ -160,7 +160,7 @@ def _row(arm: dict[str, Any], report: dict[str, Any], plan: dict[str, Any], draf
         f"{weights / 1e6:.1f} M" if weights else "",
         f"{tokens} tokens, {seconds / 60:.1f} min" if seconds and tokens else "",
         f"{plan['tau4'][name]:.2f}" if name in plan["tau4"] else "",
-        report["settings"]["draft"].get(name, ""),
+        DraftSettings(**plan["draft"][name]).describe() if name in plan["draft"] else "",
         f"{arm['tau']:.2f}",
         " ".join(f"{s:.2f}" for s in arm["survival"][:4]),
         f"{arm['speedup']:.2f}x ({low:.2f} to {high:.2f})",

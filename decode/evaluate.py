@@ -79,7 +79,7 @@ def evaluate(
         sampling: temperature 0 also checks that every arm's output is the target's own.
         runs: passes a prompt makes over the arms, every second one in reverse order; keep it even.
         warmup: untimed requests per arm before the first measurement.
-        raw_path: JSONL file for raw measurements; an equal evaluation resumes from it, another one replaces it.
+        raw_path: JSONL file for raw measurements; an equal evaluation resumes from it, that of another one is renamed.
 
     Returns:
         The report as plain JSON data; see `CONVENTIONS` for what the numbers mean. Its key "outputs" holds each
@@ -227,13 +227,20 @@ def _resume(path: Path | None, key: str, wanted: Sequence[str]) -> Records:
         return []
     records: Records = []
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if lines and lines[0].strip() == json.dumps({"key": key}):
-            # a line without its end was being written when the run was stopped
-            records = [json.loads(line) for line in lines[1:] if line.endswith("\n")]
+        old = path.read_bytes()
+        head, *lines = old.decode("utf-8", "replace").splitlines(keepends=True) or [""]
+        if head.strip() == json.dumps({"key": key}):
+            try:  # a line without its end was being written when the run was stopped
+                records = [json.loads(line) for line in lines if line.endswith("\n")]
+            except ValueError as error:
+                raise UserError(f"{path}: a damaged line ({error}); delete the file to measure anew") from error
+        elif lines:  # measurements of something else may have taken hours
+            path.replace(path.with_name(f"{path.stem}-{hashlib.sha256(old).hexdigest()[:8]}{path.suffix}"))
     path.parent.mkdir(parents=True, exist_ok=True)
     records = [r for r in records if r["id"] in set(wanted)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in ({"key": key}, *records)), encoding="utf-8")
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in ({"key": key}, *records)), encoding="utf-8")
+    temporary.replace(path)
     return records
 
 

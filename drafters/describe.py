@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drafters.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from drafters.checkpoint import load_drafter, table_of
 from drafters.errors import UserError
 from drafters.files import RawFolder, read_folder
@@ -90,6 +91,9 @@ def _broken(found: Checkpoint, raw: RawFolder) -> list[str]:
     lines = [f"missing {n} {shape}" for n, (shape, _) in table.items() if n not in have]
     lines += [f"unknown {n} {shape}" for n, shape in have.items() if n not in table]
     lines += [f"{n} is {have[n]}, not {shape}" for n, (shape, _) in table.items() if n in have and have[n] != shape]
+    if found.meta.get("adapter"):
+        files = (raw.folder / ADAPTER / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+        lines += [f"missing {path}" for path in files if not path.is_file()]
     return lines + [f"{n} holds NaN or infinity" for n, w in found.weights.items() if not torch.isfinite(w).all()]
 
 

@@ -47,9 +47,7 @@ def read_folder(folder: str | Path) -> RawFolder:
     """
     folder = Path(folder)
     meta = read_json(folder / META, missing_ok=True)
-    _check_kinds(folder / META, meta)
     config = read_json(folder / CONFIG)
-    _check_kinds(folder / CONFIG, config)
     if is_native(meta):  # ours is one file with one name: a missing one must not be made up for by another
         return RawFolder(folder, config, meta, read_weights(folder / WEIGHTS), [WEIGHTS])
     files = _weight_files(folder)
@@ -126,13 +124,16 @@ def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
     if not path.is_file():
         if missing_ok:
             return {}
-        raise UserError(f"{path}: no such file; is {path.parent} a drafter folder?")
+        hint = f"; is {path.parent} a drafter folder?" if path.name in (CONFIG, META) else ""
+        raise UserError(f"{path}: no such file{hint}")
     try:
         value = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: a JSON object is expected")
+    if path.name in (CONFIG, META):
+        _check_kinds(path, value)
     return value
 
 

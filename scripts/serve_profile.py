@@ -19,9 +19,10 @@ from decode.rollout import draft_costs, plan, rollout, verify_costs
 from drafters.card import measured
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
-from drafters.files import read_json
+from drafters.files import read_folder, read_json
 from drafters.locate import resolve_path
 from drafters.provenance import revision
+from drafters.readers import read_checkpoint
 from drafters.servers import NAMES, SUPPORT, launch
 from drafters.target import Target, load_target
 
@@ -45,7 +46,8 @@ def main() -> None:
     args = parser().parse_args()
     results = measured(args.run, args.report)
     bench = read_json(Path(args.bench) / "bench.json") if args.bench else None
-    name = args.target or (read_json(Path(args.run) / "headstart.json").get("target") or {}).get("name")
+    found = read_checkpoint(read_folder(args.run))
+    name = args.target or (found.meta.get("target") or {}).get("name") or found.meta.get("made_for")
     if not name:
         raise UserError(f"{args.run} does not say which target it is for; name it with --target")
     target = load_target(name, pack=False)

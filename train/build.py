@@ -24,7 +24,9 @@ from drafters.vocab import choose_draft_vocab, coverage
 from train.data import EncodedData
 from train.features import FeatureStore, feature_key
 from train.objectives import Objective
-from train.recipe import Recipe
+from train.recipe import DrafterOptions, Recipe
+
+RESOLVED = "recipe.resolved.json"
 
 RESOLVED = "recipe.resolved.json"
 
@@ -160,10 +162,27 @@ def _continued(recipe: Recipe, target: Target) -> TrainedDrafter:
         raise UserError(
             f"drafter.init={options.init} was trained with an adapter on its target; start from other heads"
         )
+    for name, has in _shape(drafter).items():
+        asked = getattr(options, name)
+        if asked not in (has, getattr(DrafterOptions, name, None)):  # a default asks for nothing
+            raise UserError(f"drafter.init={options.init} has drafter.{name}={has}, not {asked}; remove one of them")
     for name in _norms(recipe):
         if not isinstance(drafter, EagleDrafter) or name not in drafter.config.norms:
             raise UserError(f"drafter.init={options.init} was made without drafter.{name}=true; remove one of them")
     return drafter.requires_grad_(True)
+
+
+def _shape(drafter: TrainedDrafter) -> dict[str, Any]:
+    """What a continued drafter is already, by the recipe's keys."""
+    if isinstance(drafter, MedusaDrafter):
+        return {"heads": drafter.config.heads, "layers": drafter.config.layers}
+    llama = drafter.config.llama
+    return {
+        "taps": drafter.taps,
+        "intermediate_size": llama.intermediate_size,
+        "num_heads": llama.num_attention_heads,
+        "num_kv_heads": llama.num_key_value_heads,
+    }
 
 
 def _norms(recipe: Recipe) -> list[str]:

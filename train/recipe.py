@@ -403,6 +403,15 @@ def _check_run(recipe: Recipe, refuse: Callable[..., None]) -> None:
         "data.max_rows",
         "data.validation_rows",
     )
+    most = data.max_length - 2  # step (or head) k predicts token k + 2 of a row at the earliest
+    heads = recipe.drafter.kind in ("medusa", "hydra")
+    key, steps = ("drafter.heads", recipe.drafter.heads) if heads else ("objective.steps", recipe.objective.steps)
+    refuse(
+        steps > most,
+        f"{key}={steps} predicts past the end of every row of data.max_length={data.max_length}; {most} at most",
+        key,
+        "data.max_length",
+    )
     refuse(
         train.global_batch % train.micro_batch != 0,
         f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch}",

@@ -159,7 +159,7 @@ def _rank(drafter: TrainedDrafter, hidden: Tensor, j: int, wanted: Tensor, chunk
     parts = []
     for h, w in zip(hidden.split(chunk), wanted.split(chunk), strict=True):
         logits = F.linear(h, drafter.head_weight(j)) if isinstance(drafter, MedusaDrafter) else drafter.logits(h)
-        best = logits.topk(TREE_RANKS, dim=-1).indices  # (C, ranks)
+        best = logits.topk(min(TREE_RANKS, logits.shape[-1]), dim=-1).indices  # (C, ranks)
         best = best if drafter.draft_ids is None else drafter.draft_ids[best]
         hit = best == w[:, None]
         parts.append(torch.where(hit.any(1), hit.int().argmax(1), TREE_RANKS))

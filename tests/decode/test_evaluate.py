@@ -175,8 +175,13 @@ def test_an_interrupted_evaluation_resumes(target, prompts, scripted_engine, tmp
     scripted_engine.clear()
     again = run(target, {"fast": Scripted(0.01)}, prompts, raw_path=raw, warmup=0)
     assert not scripted_engine and again["arms"] == resumed["arms"] and again["outputs"] == resumed["outputs"]
+    old = raw.read_bytes()
     run(target, {"fast": Scripted(0.01)}, prompts, raw_path=raw, warmup=0, max_new_tokens=NEW - 1)
     assert len(scripted_engine) == 3 * 2 * 2  # other settings: everything anew
+    assert [path.read_bytes() for path in raw.parent.glob("raw-*.jsonl")] == [old]  # and the old ones kept
+    raw.write_text(raw.read_text() + "{damaged\n")
+    with pytest.raises(UserError, match="raw.jsonl: a damaged line"):
+        run(target, {"fast": Scripted(0.01)}, prompts, raw_path=raw, warmup=0, max_new_tokens=NEW - 1)
 
 
 def test_slow_drafter_and_wrong_estimate_are_reported(target, prompts, scripted_engine):

@@ -10,6 +10,7 @@ from torch import nn
 from drafters.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted, read_adapter
 from drafters.build import build_medusa
 from drafters.checkpoint import META, load_drafter, save_drafter
+from drafters.describe import describe
 from drafters.errors import UserError
 from tests.tiny import make_target
 
@@ -86,6 +87,7 @@ def test_a_drafter_carries_its_adapter(own, folder, tmp_path):
         assert not torch.equal(final(own), expected)
     for file in (tmp_path / "run" / "adapter").iterdir():
         file.unlink()
+    assert any("broken: missing" in line and ADAPTER_WEIGHTS in line for line in describe(tmp_path / "run"))
     with pytest.raises(UserError, match="no adapter of peft's"):
         load_drafter(tmp_path / "run", own)
     (tmp_path / "run" / "adapter").rmdir()

@@ -43,6 +43,8 @@ def test_a_folder_of_that_name_wins(target, drafters, tmp_path, monkeypatch):
         ("lookup:a", r"lookup\[:LONGEST"),
         ("lookup:1,2,3", r"lookup\[:LONGEST"),
         ("lookahead:0,1", "ngram=1"),
+        ("lookahead:99999999", "4096 the most"),
+        ("lookup:9999999999", "longest <= 256 is allowed"),
         ("suffix:none.txt", "none.txt: No such file"),
         ("model", "model:NAME_OR_DIR"),
         ("model:./none", "no such folder"),

@@ -279,6 +279,12 @@ def test_without_validation_rows_the_latest_is_kept(target, tmp_path):
     assert all(torch.equal(saved[n.removeprefix("weight/")], t) for n, t in final_weights(recipe).items())
 
 
+def test_a_draft_vocabulary_smaller_than_a_tree_is_wide(target, tmp_path):
+    recipe = small_recipe(tmp_path, "medusa", drafter={"draft_vocab": 2}, train={"max_steps": 1})
+    train(recipe, target)
+    assert len(load_drafter(recipe.output, target).draft_ids) == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_is_continued_with_its_own_vocabulary(tmp_path, spy, kind):  # pitfall 40
     target = make_target(layers=3)
@@ -297,6 +303,15 @@ def test_a_drafter_is_continued_with_its_own_vocabulary(tmp_path, spy, kind):  #
     raw |= {"output": str(tmp_path / "third"), "objective": {}}
     with pytest.raises(UserError, match=f"is {kind}, not drafter.kind="):
         train(recipe_from_dict(raw), target)
+
+
+def test_a_continued_drafter_keeps_its_shape(target, tmp_path):
+    for kind, key, value in (("medusa", "heads", 2), ("eagle3", "taps", [0])):
+        first = small_recipe(tmp_path, kind, name=f"first-{kind}", train={"max_steps": 1})
+        train(first, target)
+        asked = {"kind": kind, "init": first.output, key: value}
+        with pytest.raises(UserError, match=rf"first-{kind} has drafter.{key}=.*, not .*; remove one of them"):
+            train(small_recipe(tmp_path, kind, name="second", drafter=asked), target)
 
 
 def test_further_norms_come_from_the_recipe_or_the_continued_drafter(target, tmp_path):

@@ -108,11 +108,12 @@ def test_contradictions_between_sections(recipe_file):
     assert "drafter.taps=" in message(path, "drafter.kind=eagle1", "drafter.taps=[3]")
     assert "has no effect on eagle1" in message(path, "drafter.kind=eagle1", "drafter.norm_output=true")
     assert "norm the tapped layers twice" in message(path, "drafter.norm_before_fc=true", "drafter.fc_norm=true")
+    for key in ("drafter.kind=eagle1", "objective.steps"), ("drafter.kind=hydra", "drafter.heads"):
+        told = message(path, key[0], f"{key[1]}=31", "data.max_length=32")
+        assert f"{key[1]}=31 predicts past the end of every row of data.max_length=32; 30 at most" in told
     for kind in ("medusa", "hydra"):
-        assert f"objective.steps=3 has no effect on {kind}" in message(
-            path, f"drafter.kind={kind}", "objective.steps=3"
-        )
-        assert f"detach=true has no effect on {kind}" in message(path, f"drafter.kind={kind}", "objective.detach=true")
+        for key in ("steps=3", "detach=true"):
+            assert f"{key} has no effect on {kind}" in message(path, f"drafter.kind={kind}", f"objective.{key}")
 
 
 def test_all_errors_at_once_one_line_each(recipe_file):

@@ -170,7 +170,7 @@ def try_drafts(
         stops = range(text.prompt_tokens, max(text.prompt_tokens + 1, len(text.ids) - depth), 2)
         for i, last in enumerate(stops):  # `last` is the index of the last committed token
             start = time.perf_counter()
-            drafter.extend(state, text.ids[read + 1 : last + 1], _rows(text.features, slice(read, last)))
+            drafter.extend(state, text.ids[read + 1 : last + 1], text.features.rows(slice(read, last)))
             if i:  # the first reads the whole prompt
                 extends.append(time.perf_counter() - start)
             read, truth = last, text.ids[last + 1 :].tolist()
@@ -215,7 +215,7 @@ def profile(
     """
     bucket = context_bucket(context)
     facts = [environment(target) | {"python": None, "headstart": None, "code": _code_hash(), "bucket": bucket}]
-    key = [facts, target.fingerprint, target.packed is not None, identity(drafter), [asdict(s) for s in settings]]
+    key = [facts, target.fingerprint, target.is_packed, identity(drafter), [asdict(s) for s in settings]]
     file = cache and cache / (hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24])
     if file and file.is_file():
         return _from_json(json.loads(file.read_text()))
@@ -338,10 +338,6 @@ def _follow(tokens: list[int], parents: list[int], truth: list[int]) -> int:
         depth[node + 1] = depth[parent + 1] + 1
     choices = [truth[d] if d < len(truth) else -1 for d in depth]
     return min(len(walk(choices, tokens, parents)[0]), len(truth) - 1)
-
-
-def _rows(features: Features, rows: slice) -> Features:
-    return Features(features.final[:, rows], None if features.taps is None else features.taps[:, rows])
 
 
 def _time(jobs: dict[int, Callable[[], None]], seconds: float, repeats: int = 5) -> dict[int, float]:

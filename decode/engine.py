@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from decode.lazy import Lazy
 from decode.sampling import SamplingParams, distribution, draw, penalize
-from decode.tree import ancestors, block_mask, walk
+from decode.tree import ancestors, block_mask, deepest, walk
 from decode.verify import verify_sampled_chain
 from drafters.base import Drafter, DraftSettings, DraftTree, Outcome
 from drafters.cache import KVCache
 from drafters.errors import UserError
+from drafters.lazy import Lazy
 from drafters.target import Features, Target
 
 __all__ = ["DraftSettings", "Generation", "Request", "Round", "SamplingParams", "generate"]
@@ -105,6 +105,8 @@ class Verdict:
     """Nodes that the target agreed with, from the root down; the last may lie behind the end of the output."""
     choices: list[int] | None
     """The target's token after every slot; None after a sampled chain."""
+    depth: int
+    """Longest drafted path."""
 
     @property
     def rows(self) -> list[int]:
@@ -322,24 +324,23 @@ class Decoding:
         n = len(block.tree.tokens)
         if block.tree.q is not None and not self.sampling.greedy:
             kept, bonus, *tokens = flat
-            path, choices = list(range(kept)), None
+            path, choices, depth = list(range(kept)), None, n
         else:
-            choices, tokens = flat[: n + 1], flat[n + 1 : 2 * n + 1]
-            path, bonus = walk(choices, tokens, flat[2 * n + 1 :])
+            choices, tokens, parents = flat[: n + 1], flat[n + 1 : 2 * n + 1], flat[2 * n + 1 :]
+            path, bonus = walk(choices, tokens, parents)
+            depth = deepest(parents)
         emitted = self._emit([tokens[node] for node in path] + [bonus])
-        return Verdict(emitted, min(len(path), len(emitted)), path, choices)
+        return Verdict(emitted, min(len(path), len(emitted)), path, choices, depth)
 
     def committed(self, features: Features, verdict: Verdict) -> tuple[Tensor, Features]:
         """What the drafter is told: the emitted tokens, and the block's features of the position before each."""
         rows = verdict.rows
         kept = slice(0, len(rows)) if rows == list(range(len(rows))) else rows
-        taps = None if features.taps is None else features.taps[:, kept]
-        return torch.tensor(verdict.emitted, device=self.target.device), Features(features.final[:, kept], taps)
+        return torch.tensor(verdict.emitted, device=self.target.device), features.rows(kept)
 
     def record(self, block: Block, verdict: Verdict, draft_s: float, verify_s: float, total_s: float) -> None:
         """Notes a round, and tells policy and drafter what came of it."""
-        drafted = len(block.tree.tokens)
-        depth = 0 if block.depths is None else int(block.depths.max())
+        drafted, depth = len(block.tree.tokens), verdict.depth
         other = total_s - draft_s - verify_s
         round = Round(drafted, depth, verdict.accepted, len(verdict.emitted), draft_s, verify_s, other, self.asked)
         self.out.rounds.append(round)

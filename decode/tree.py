@@ -51,3 +51,11 @@ def walk(choices: list[int], tokens: list[int], parents: list[int]) -> tuple[lis
             node = i
             path.append(i)
     return path, choices[node + 1]
+
+
+def deepest(parents: list[int]) -> int:
+    """Length of the longest path; parents precede children."""
+    depths = [0]  # of each slot
+    for parent in parents:
+        depths.append(depths[parent + 1] + 1)
+    return max(depths)

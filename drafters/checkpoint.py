@@ -29,7 +29,7 @@ from drafters.files import CONFIG, META, WEIGHTS, read_folder, read_json, read_w
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.packing import pack_linears
-from drafters.readers import TAPS, Checkpoint, norms_of, read_checkpoint
+from drafters.readers import TAPS, Checkpoint, kind_of, norms_of, read_checkpoint
 from drafters.target import Features, Target
 from drafters.vocab import from_offsets, to_offsets
 
@@ -92,8 +92,11 @@ def load_drafter(
     found = read_checkpoint(read_folder(folder), target)
     config, meta, weights = found.config, found.meta, found.weights
     _check_sizes(folder, config, meta, target)
-    kind = _kind(folder, config)
+    kind = kind_of(folder, config)
     draft_ids = _draft_ids(kind, weights, meta, target.vocab_size)
+    for key in ("medusa_num_heads", "medusa_num_layers"):
+        if (config.get(key) or 0) > len(weights):  # before so many are built
+            raise UserError(f"{folder / CONFIG}: {key}={config[key]}, but there are only {len(weights)} tensors")
     drafter = _skeleton(kind, config, draft_ids, folder)
     _compare(weights, expected_tensors(drafter), folder)
     if kind == "eagle3":
@@ -174,7 +177,7 @@ def table_of(found: Checkpoint, folder: Path) -> Table:
     config = dict(found.config)
     if config.get(TAPS, 0) is None:  # left to the target; their number shows in fc
         config[TAPS] = list(range(found.weights["fc.weight"].shape[1] // config["hidden_size"]))
-    kind = _kind(folder, config)
+    kind = kind_of(folder, config)
     ids = _draft_ids(kind, found.weights, found.meta, config.get("vocab_size") or 0)
     with torch.device("meta"):
         return expected_tensors(_skeleton(kind, config, ids, folder))
@@ -251,20 +254,6 @@ def native_config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
             **{nested[name]: True for name in e.norms if name in nested},
         },
     }
-
-
-def _kind(folder: Path, config: dict[str, Any]) -> str:
-    if config.get("model_type") in ("medusa", "hydra"):
-        return config["model_type"]
-    names = config.get("architectures") or []
-    names = names if isinstance(names, list) else [names]
-    if "LlamaForCausalLMEagle3" in names:
-        return "eagle3"
-    if config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1:
-        return "eagle1"
-    raise UserError(
-        f"{folder / CONFIG}: model_type={config.get('model_type')!r}, architectures={names} is no drafter known here"
-    )
 
 
 def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folder: Path) -> TrainedDrafter:
@@ -359,7 +348,7 @@ def _prove(drafter: TrainedDrafter, folder: Path, target: Target) -> None:
         )
     config, meta = read_json(folder / CONFIG), read_json(folder / META)
     weights = read_weights(folder / WEIGHTS)
-    kind = _kind(folder, config)
+    kind = kind_of(folder, config)
     rebuilt = _skeleton(kind, config, _draft_ids(kind, weights, meta, target.vocab_size), folder)
     state = {_module_name(kind, n): w for n, w in weights.items() if n not in ("d2t", "t2d", "token_map")}
     rebuilt.load_state_dict(state, strict=True)

@@ -60,9 +60,14 @@ def own_settings(drafter: Drafter) -> DraftSettings | None:
 
 
 def check_several(kind: str, drafters: Mapping[str, Drafter]) -> None:
-    """Raises `UserError` unless there are two or more to combine."""
+    """Raises `UserError` unless there are two or more to combine, all for the target as it is."""
     if len(drafters) < 2:
         raise UserError(f"{kind}: two drafters or more are needed, got {', '.join(drafters) or 'none'}")
+    for name, drafter in drafters.items():
+        if getattr(drafter, "adapter", None) is not None:
+            raise UserError(
+                f"{kind}: {name} changes the target (adapter); it can't share one with others, use it alone"
+            )
 
 
 def merge(trees: Sequence[DraftTree]) -> tuple[DraftTree, list[list[int]]]:

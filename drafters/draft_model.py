@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.base import DraftSettings, DraftTree
+from drafters.base import DraftSettings, DraftTree, draw_draft
 from drafters.beam import grow_tree
 from drafters.cache import KVCache
 from drafters.errors import UserError
@@ -99,8 +99,7 @@ class DraftModel:
         for j in range(settings.length):
             logits = self._logits(out)  # (1, known)
             if sampled:
-                q = torch.softmax(logits / temperature, dim=-1)
-                draft = (q / torch.empty_like(q).exponential_(generator=generator)).argmax(-1)
+                draft, q = draw_draft(logits, temperature, generator)
                 dists.append(F.pad(q, (0, self.vocab_size - self.known)))
             else:
                 draft = logits.argmax(-1)

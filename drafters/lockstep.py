@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafters.attention import headstart_attention
-from drafters.base import DraftSettings, DraftTree
+from drafters.base import DraftSettings, DraftTree, draw_draft
 from drafters.target import Features
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def extend_batch(
 ) -> None:
     """`EagleDrafter.extend` for every request, in one pass."""
     counts, starts = [len(t) for t in tokens], [state.length for state in states]
-    taps = [f.taps for f in features if f.taps is not None]
-    packed = Features(torch.cat([f.final for f in features], dim=1), torch.cat(taps, dim=1) if taps else None)
+    packed = Features.join(features)
     device, M = packed.final.device, max(counts)
     index = torch.tensor(
         [[s + i for s, n in zip(starts, counts, strict=True) for i in range(n)]]
@@ -98,10 +97,8 @@ def _chains(
         draft = logits.argmax(-1)
         for b, temperature in enumerate(temperatures):
             if temperature > 0 and j < settings[b].length:
-                q = torch.softmax(logits[b].float() / temperature, dim=-1)
-                noise = torch.empty_like(q).exponential_(generator=generators[b])
-                draft[b] = (q / noise).argmax()
-                dists[b].append(drafter.scatter(q))
+                draft[b : b + 1], q = draw_draft(logits[b : b + 1], temperature, generators[b])
+                dists[b].append(drafter.scatter(q[0]))
         tokens.append(drafter.to_target(draft))
         if j + 1 < steps:
             # draft step j+1 pairs x[t+2+j] with its own previous output at position t+1+j; t = length - 1

@@ -59,7 +59,7 @@ def product(weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> Pr
         elif dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS)
             linear = torch.ops.mkldnn._linear_pointwise
-            return lambda x: linear(x, packed, bias, "none", [], "")
+            return lambda x: linear(x.to(dtype), packed, bias, "none", [], "").to(x.dtype)
     return lambda x: F.linear(x.to(dtype), weight, bias).to(x.dtype)
 
 

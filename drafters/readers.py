@@ -9,6 +9,7 @@ stays in the result under its own name, where `load_drafter` refuses it.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ def read_checkpoint(raw: RawFolder, target: Target | None = None) -> Checkpoint:
         UserError: a layout that is not known here, or keys that are missing.
     """
     if is_native(raw.meta) or raw.config.get("model_type") == "hydra":  # Hydra has no layout but ours
-        kind = raw.meta.get("kind") or str(raw.config["model_type"])
-        return Checkpoint(kind, "headstart", raw.config, raw.weights, raw.meta)
+        return Checkpoint(kind_of(raw.folder, raw.config), "headstart", raw.config, raw.weights, raw.meta)
     names = set(raw.weights)
     spec = raw.config.get("speculators_model_type")
     if spec not in (None, "eagle", "eagle3"):
@@ -69,6 +69,21 @@ def read_checkpoint(raw: RawFolder, target: Target | None = None) -> Checkpoint:
     raise UserError(
         f"{raw.folder}: no layout known here; found {len(names)} tensors such as {shown}. "
         "EAGLE has fc.weight, EAGLE-3 also midlayer.hidden_norm.weight, Medusa 0.0.linear.weight or blocks.0.layers.0.*"
+    )
+
+
+def kind_of(folder: Path, config: dict[str, Any]) -> str:
+    """The kind of drafter that a native config describes; raises `UserError` where it is none."""
+    if config.get("model_type") in ("medusa", "hydra"):
+        return config["model_type"]
+    names = config.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
+    if "LlamaForCausalLMEagle3" in names:
+        return "eagle3"
+    if config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1:
+        return "eagle1"
+    raise UserError(
+        f"{folder / CONFIG}: model_type={config.get('model_type')!r}, architectures={names} is no drafter known here"
     )
 
 

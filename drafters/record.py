@@ -126,9 +126,7 @@ class Recorder:
             accepted[start : start + count] = True
             start += len(tokens)
         written = torch.arange(len(ids), device=device) >= prompt
-        final = torch.cat([part.final for part in state.features], dim=1)
-        taps = [part.taps for part in state.features if part.taps is not None]
-        features = _last(Features(final, torch.cat(taps, dim=1) if taps else None), self.max_length)
+        features = _last(Features.join(state.features), self.max_length)
         part = slice(-features.final.shape[1], None)
         self.rows.append(Row(ids[part], written[part], accepted[:-1][part], features))
         self.finished += 1

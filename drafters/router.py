@@ -30,6 +30,7 @@ from drafters.combine import (
     within,
 )
 from drafters.errors import UserError
+from drafters.lazy import ROWS, Lazy, LazyState
 from drafters.target import Features
 
 OFF = "off"
@@ -91,18 +92,10 @@ class Bandit:
 
 @dataclass
 class RouterState:
-    """One request: its bandit, the drafters' own states, and committed rows that some drafter has not read yet."""
+    """One request: its bandit, and the drafters' own states by name."""
 
-    capacity: int
     bandit: Bandit
-    read: dict[str, int]
-    """Rows that each drafter has taken."""
-    inner: dict[str, Any] = field(default_factory=dict)
-    """Made when a drafter is first needed."""
-    unread: list[tuple[int, Tensor, Features]] = field(default_factory=list)
-    """(first row, tokens, features) of each `extend`."""
-    length: int = 0
-    device: torch.device | None = None
+    inner: dict[str, LazyState]
     name: str | None = None
     """Of the drafter chosen this round, or `OFF`; None where there was no choice."""
     arm: str = OFF
@@ -118,7 +111,7 @@ class Router:
         settings: how much each drafts, by name; one that is missing does what the engine asks for.
         override: confidence from which a drafter that tells it goes first.
         bandit: None: a new one.
-        patience: most rows that a drafter may be behind; bounds the memory for what it has not read.
+        patience: most rows that a drafter may be behind.
 
     Attributes:
         counts: rounds by arm; "NAME, sure" are those it got by its confidence.
@@ -135,7 +128,7 @@ class Router:
         settings: Mapping[str, DraftSettings] | None = None,
         override: int = 6,
         bandit: Bandit | None = None,
-        patience: int = 512,
+        patience: int = ROWS,
     ):
         check_several(self.kind, drafters)
         self.drafters = dict(drafters)
@@ -143,7 +136,8 @@ class Router:
         self.use(settings or {})
         self.taps = union_taps(list(drafters.values()))
         self.meta: dict[str, Any] = {"warnings": inner_warnings(drafters)}
-        self.override, self.patience = override, patience
+        self.override = override
+        self.lazy = {name: Lazy(drafter, patience) for name, drafter in drafters.items()}
         self.bandit = bandit or Bandit()
         self.counts: Counter[str] = Counter()
 
@@ -156,15 +150,14 @@ class Router:
 
     def begin(self, capacity: int) -> RouterState:
         """See `Drafter.begin`."""
-        return RouterState(capacity, self.bandit.weakened(CARRIED_ROUNDS), dict.fromkeys(self.drafters, 0))
+        rows = {name: own.rows if (own := self._own(name)) else 0 for name in self.drafters}
+        inner = {name: lazy.begin(capacity + rows[name]) for name, lazy in self.lazy.items()}
+        return RouterState(self.bandit.weakened(CARRIED_ROUNDS), inner)
 
     def extend(self, state: RouterState, tokens: Tensor, features: Features) -> None:
         """See `Drafter.extend`: kept until a drafter needs it."""
-        state.unread.append((state.length, tokens, features))
-        state.length, state.device = state.length + len(tokens), tokens.device
-        for name, read in state.read.items():
-            if state.length - read > self.patience:
-                self._catch_up(state, name)
+        for name, lazy in self.lazy.items():
+            lazy.extend(state.inner[name], tokens, own_features(features, self.taps, lazy.taps))
 
     def propose(
         self,
@@ -175,17 +168,18 @@ class Router:
     ) -> DraftTree:
         """See `Drafter.propose`: what the chosen drafter proposes."""
         state.name, state.counted = None, True
+        device = next(iter(state.inner.values())).device
         if settings.length == 0:
-            return DraftTree.empty(state.device or torch.device("cpu"))
+            return DraftTree.empty(device)
         name, state.arm = self._choose(state)
         state.name = name
         self.counts[state.arm] += 1
         if name == OFF:
-            return DraftTree.empty(state.device or torch.device("cpu"))
-        state.counted = self._catch_up(state, name) <= CHEAP_ROWS
+            return DraftTree.empty(device)
+        state.counted = state.inner[name].rows <= CHEAP_ROWS
         own = self._own(name)
         asked = settings if own is None else within(own, settings)
-        return self.drafters[name].propose(state.inner[name], asked, temperature, generator)
+        return self.lazy[name].propose(state.inner[name], asked, temperature, generator)
 
     def observe(self, state: RouterState, outcome: Outcome) -> None:
         """Learns from the round, and lets the drafter that was chosen learn."""
@@ -197,8 +191,8 @@ class Router:
                 bandit.record(state.arm, len(outcome.accepted) + 1, outcome.seconds)
         drafter: Any = self.drafters.get(name)
         if hasattr(drafter, "observe"):
-            self._catch_up(state, name)  # as the engine has it: first the tokens, then what became of the proposal
-            drafter.observe(state.inner[name], outcome)
+            # as the engine has it: first the tokens, then what became of the proposal
+            drafter.observe(self.lazy[name].read(state.inner[name]), outcome)
 
     def _choose(self, state: RouterState) -> tuple[str, str]:
         """The drafter (or `OFF`), and the name it is counted under."""
@@ -207,27 +201,11 @@ class Router:
         sure: list[tuple[int, str]] = []
         for name, drafter in self.drafters.items():
             if hasattr(drafter, "confidence"):
-                self._catch_up(state, name)
-                sure.append((drafter.confidence(state.inner[name]), name))
+                sure.append((drafter.confidence(self.lazy[name].read(state.inner[name])), name))
         match, name = max(sure, default=(0, ""))
         if sure and match >= self.override and bandit.bound(f"{name}, sure") >= bandit.rate(best):
             return name, f"{name}, sure"
         return best, best
-
-    def _catch_up(self, state: RouterState, name: str) -> int:
-        """Lets a drafter read all that is committed; returns how many rows that were."""
-        drafter, read = self.drafters[name], state.read[name]
-        if name not in state.inner:
-            own = self._own(name)
-            state.inner[name] = drafter.begin(state.capacity + (own.rows if own else 0))
-        todo = [(tokens, features) for start, tokens, features in state.unread if start >= read]
-        if todo:
-            tokens, features = (todo[0][0], todo[0][1]) if len(todo) == 1 else _joined(todo)
-            drafter.extend(state.inner[name], tokens, own_features(features, self.taps, drafter.taps))
-        state.read[name] = state.length
-        slowest = min(state.read.values())
-        state.unread = [part for part in state.unread if part[0] >= slowest]
-        return state.length - read
 
     def _own(self, name: str) -> DraftSettings | None:
         return self.settings.get(name) or own_settings(self.drafters[name])
@@ -249,10 +227,3 @@ def combined(kind: str, argument: str, make: Callable[[str], Drafter]) -> "Route
     if len(drafters) < max(2, len(specs)):
         raise UserError(f"drafter {kind}:{argument}: write {kind}:A+B, two or more drafters that differ in name")
     return Router(drafters) if kind == "router" else Merged(drafters)
-
-
-def _joined(parts: list[tuple[Tensor, Features]]) -> tuple[Tensor, Features]:
-    tokens = torch.cat([tokens for tokens, _ in parts])
-    final = torch.cat([features.final for _, features in parts], dim=1)
-    taps = [features.taps for _, features in parts if features.taps is not None]
-    return tokens, Features(final, torch.cat(taps, dim=1) if taps else None)

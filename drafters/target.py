@@ -45,6 +45,18 @@ class Features:
     final: Tensor
     taps: Tensor | None
 
+    def rows(self, index: slice | list[int]) -> "Features":
+        """Those of some positions: (B, M, D) and (B, M, A * D)."""
+        return Features(self.final[:, index], None if self.taps is None else self.taps[:, index])
+
+    @staticmethod
+    def join(parts: "Sequence[Features]") -> "Features":
+        """Positions one behind the other; all parts have the same taps, or none."""
+        if len(parts) == 1:
+            return parts[0]
+        taps = [part.taps for part in parts if part.taps is not None]
+        return Features(torch.cat([part.final for part in parts], dim=1), torch.cat(taps, dim=1) if taps else None)
+
 
 @dataclass
 class Target:
@@ -255,7 +267,7 @@ class Target:
         finally:
             install(self.packed)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: weights made here may take part in a backward pass later (Medusa-2)
     def pack(self) -> "Target":
         """Makes steps faster where this machine and model allow; results stay within rounding.
 

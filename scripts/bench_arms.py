@@ -1,18 +1,15 @@
 """What adaptation is worth by kind of text, and our speculation beside transformers' own.
 
-    python scripts/bench_arms.py --target smollm2-135m --drafter runs/smollm2-eagle3 --dtype bfloat16 --out runs/bench
+    python scripts/bench.py --target smollm2-135m --drafter runs/smollm2-eagle3
 
 Every prompt goes through every arm and back (A B B A); ratios are of end-to-end seconds a token, so above 1 the arm
-named first is the faster. `scripts/bench.py --drafter` runs this too.
+named first is the faster.
 """
 
-import argparse
 import copy
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +22,10 @@ from decode.evaluate import Records, summarize
 from decode.prompts import Prompt, load_prompts
 from decode.sampling import SamplingParams
 from drafters.base import Drafter, DraftSettings, DraftTree
-from drafters.checkpoint import load_drafter
 from drafters.draft_model import DraftModel
-from drafters.errors import UserError, cli
+from drafters.errors import UserError
 from drafters.lookup import LookupDrafter
-from drafters.target import Features, Target, load_target, wrap_target
+from drafters.target import Features, Target, wrap_target
 
 FIXED = {f"chain{k}": DraftSettings("chain", k) for k in (1, 2, 4)} | {"tree4": DraftSettings("tree", 2, 3, 4)}
 LOOKUP, ASSISTED = 8, 4  # tokens drafted a round where both sides draft equally many
@@ -188,25 +184,3 @@ def arms(target: Target, drafter: Drafter, tokens: int = TOKENS) -> dict[str, fl
     blocks = max(1, min(BLOCKS, target.num_layers - 1))
     results = adaptation(target, drafter, load_prompts("headstart", per_category=2), tokens)
     return results | beside_hf(target, truncated(target, blocks), load_prompts("headstart", per_category=1), tokens)
-
-
-def main() -> None:
-    """Runs both, prints the figures and writes bench_arms.json."""
-    p = argparse.ArgumentParser(description="Benchmark adaptive drafting, and speculation beside transformers' own.")
-    p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
-    p.add_argument("--drafter", required=True, help="drafter folder")
-    p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
-    p.add_argument("--tokens", type=int, default=TOKENS, help="new tokens of each request")
-    p.add_argument("--out", default="runs/bench", help="folder for bench_arms.json")
-    args = p.parse_args()
-    target = load_target(args.target, args.dtype)
-    results = arms(target, load_drafter(args.drafter, target), args.tokens)
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "bench_arms.json").write_text(json.dumps(results, indent=2) + "\n")
-    for name, value in results.items():
-        print(f"{name}: {value:.3f}")
-
-
-if __name__ == "__main__":
-    cli(main)()

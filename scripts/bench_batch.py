@@ -1,16 +1,13 @@
 """What batches bring: plain decoding beside HF `generate`, and speculation at batch 1 to 16.
 
-    python scripts/bench_batch.py --target smollm2-135m --drafter runs/smollm2-eagle3 --dtype bfloat16 --out runs/bench
+    python scripts/bench.py --target smollm2-135m --drafter runs/smollm2-eagle3
 
 Every arm decodes the same prompts to the same length, no end token; arms take turns. Decoding time only: prefills
-differ by what they batch, not by how they decode. `scripts/bench.py` runs this too.
+differ by what they batch, not by how they decode.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,9 +18,7 @@ from decode.batch import generate_batch
 from decode.engine import DraftSettings, Policy, Request
 from decode.prompts import load_prompts
 from drafters.base import Drafter
-from drafters.checkpoint import load_drafter
-from drafters.errors import cli
-from drafters.target import Target, load_target
+from drafters.target import Target
 
 SIZES = (1, 2, 4, 8, 16)
 CHAINS = (1, 2, 4)
@@ -106,28 +101,3 @@ def speculation(
         results[f"batch_speedup_{size}"] = max(speedup.values())
         results[f"plain_tokens_per_s_b{size}"] = size * (tokens - 1) / median(times["plain"])
     return results
-
-
-def main() -> None:
-    """Runs both, prints the figures and writes bench_batch.json."""
-    p = argparse.ArgumentParser(description="Benchmark batched decoding, plain and speculative.")
-    p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
-    p.add_argument("--drafter", help="drafter folder; without one only plain decoding is timed")
-    p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
-    p.add_argument("--tokens", type=int, default=48, help="new tokens of each request")
-    p.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="batches of the speculative part")
-    p.add_argument("--out", default="runs/bench", help="folder for bench_batch.json")
-    args = p.parse_args()
-    target = load_target(args.target, args.dtype)
-    results = plain_against_hf(target, args.tokens)
-    if args.drafter:
-        results |= speculation(target, load_drafter(args.drafter, target), args.tokens, args.sizes)
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "bench_batch.json").write_text(json.dumps(results, indent=2) + "\n")
-    for name, value in results.items():
-        print(f"{name}: {value:.3f}")
-
-
-if __name__ == "__main__":
-    cli(main)()

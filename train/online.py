@@ -93,7 +93,7 @@ class Online:
             self.restored += 1
         self.good = _copy(self.learner)
         losses = [self._step(self._draw(rows)) for _ in range(self.steps)]
-        refresh(self.live, self.learner)
+        refresh(self.live, self.learner, self.target.dtype)
         self.updates += 1
         return Update(before, now, restored, losses)
 
@@ -138,11 +138,11 @@ class Online:
 
 
 @torch.no_grad()
-def refresh(live: nn.Module, learner: nn.Module) -> None:
-    """Puts the learner's weights into the live drafter, in its dtype, and packs its products anew if they were."""
+def refresh(live: nn.Module, learner: nn.Module, dtype: torch.dtype) -> None:
+    """Puts the learner's weights into the live drafter, and packs its products anew, in `dtype`, if they were."""
     live.load_state_dict(learner.state_dict())
     if any("forward" in vars(module) for module in live.modules()):
-        pack_linears(live)
+        pack_linears(live, dtype)
 
 
 def _copy(drafter: nn.Module) -> Weights:

@@ -11,9 +11,9 @@ import torch
 from decode.adapt import Adaptive, Window, build_policy
 from decode.cost import CANDIDATES, OFF, Candidate, Curve
 from decode.engine import Round, generate
-from decode.lazy import ROWS, Lazy
 from drafters.base import DraftSettings
 from drafters.errors import UserError
+from drafters.lazy import ROWS, Lazy
 from tests.scripted import contrary, oracle, wavering
 
 CURVES = {

@@ -10,8 +10,11 @@ from torch import nn
 from drafters.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted, read_adapter
 from drafters.build import build_medusa
 from drafters.checkpoint import META, load_drafter, save_drafter
+from drafters.combine import Merged
 from drafters.describe import describe
 from drafters.errors import UserError
+from drafters.lookup import LookupDrafter
+from drafters.router import Router
 from tests.tiny import make_target
 
 IDS, POSITIONS = torch.arange(20, 32)[None], torch.arange(12)[None]
@@ -94,6 +97,16 @@ def test_a_drafter_carries_its_adapter(own, folder, tmp_path):
     assert json.loads((tmp_path / "run" / META).read_text())["adapter"]
     with pytest.raises(UserError, match="no adapter of peft's"):
         load_drafter(tmp_path / "run", own)
+
+
+def test_a_drafter_that_changes_the_target_stays_alone(own, folder):
+    drafter = build_medusa(own, None, heads=2)
+    both = {"medusa": drafter, "lookup": LookupDrafter()}
+    Router(both)
+    drafter.adapter = read_adapter(folder, own)
+    for combined in (Router, Merged):
+        with pytest.raises(UserError, match="medusa changes the target"):
+            combined(both)
 
 
 def test_an_adapter_on_other_weights_is_named(own, folder, tmp_path):

@@ -370,6 +370,13 @@ def test_wrong_config(target, saved, changes, message):
     refuses(saved, target, message)
 
 
+@pytest.mark.parametrize("key", ["medusa_num_heads", "medusa_num_layers"])
+def test_counts_of_heads_that_the_file_cannot_hold(target, tmp_path, key):
+    folder = save_drafter(build("medusa", target, "some"), tmp_path / "run", target, {})
+    edit_config(folder, **{key: 10**9})
+    refuses(folder, target, f"{key}=1000000000, but there are only")
+
+
 def test_wrong_metadata(target, tmp_path):
     folder = save_drafter(build("eagle1", target, "some"), tmp_path / "run", target, {})
     meta = json.loads((folder / META).read_text())

@@ -50,6 +50,16 @@ def test_hidden_states_taps_and_logits_are_the_models_own(family, extra, dtype, 
         assert (a.float() - b.float()).norm() <= limit * a.float().norm()
 
 
+def test_fused_weights_that_modules_share_still_take_gradients(monkeypatch):
+    """Medusa-2 trains an adapter through the modules of a packed target."""
+    monkeypatch.setattr("drafters.llama.can_pack", lambda weights: False)
+    target = wrap_target(make_model(), make_tokenizer(), "tiny").pack()
+    assert target.fast is not None
+    embeds = torch.randn(1, 5, target.hidden_size, requires_grad=True)
+    target.model(inputs_embeds=embeds).logits.sum().backward()
+    assert embeds.grad.abs().max() > 0
+
+
 def test_what_the_loop_cannot_read_stays_with_the_modules():
     for family, extra in (("gemma2", {}), ("llama", {"hidden_act": "gelu"})):
         model = make_model(family, layers=2, **extra)

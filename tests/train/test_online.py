@@ -82,7 +82,7 @@ def test_a_harmful_update_is_taken_back(target, cases):
 
 def test_the_live_drafter_keeps_its_dtype_and_its_packing(target, cases):
     live = live_drafter(target, "eagle3", torch.bfloat16)
-    pack_linears(live)
+    pack_linears(live, target.dtype)
     packed = [module for module in live.modules() if "forward" in vars(module)]
     recorder = Recorder(live)
     online = Online(live, target, recipe("eagle3"), steps=2)

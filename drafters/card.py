@@ -1,7 +1,6 @@
 """A drafter as a folder for the Hub: our own layout and a model card that states measured results and nothing else."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from drafters.checkpoint import load_drafter, save_drafter
 from drafters.errors import UserError
-from drafters.export import fresh_folder
+from drafters.export import new_folder
 from drafters.files import META, read_json
 from drafters.target import Target
 
@@ -95,19 +94,15 @@ def save_pretrained(run: str | Path, out: str | Path, target: Target, results: d
         target: the model it serves.
         results: from `measured`; None: the card then claims nothing.
     """
-    out = fresh_folder(out)
     drafter = load_drafter(run, target, pack=False, dtype=torch.float32)
     meta = {k: v for k, v in drafter.meta.items() if k not in ("kind", "target", "warnings", "layout", "draft_ids")}
     if isinstance(meta.get("recipe"), dict):
         meta["recipe"] = _without_paths(meta["recipe"])
-    try:
-        save_drafter(drafter, out, target, meta)
-        page = model_card(read_json(out / META), results)
-        (out / "README.md").write_text(page, encoding="utf-8")
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
-    return out
+    with new_folder(out) as folder:
+        save_drafter(drafter, folder, target, meta)
+        page = model_card(read_json(folder / META), results)
+        (folder / "README.md").write_text(page, encoding="utf-8")
+    return Path(out)
 
 
 def _without_paths(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ before it reports success.
 
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from drafters.base import DraftSettings
 from drafters.build import TrainedDrafter
 from drafters.eagle import NORMS, EagleConfig, EagleDrafter
 from drafters.errors import UserError
-from drafters.files import CONFIG, META, WEIGHTS, read_folder, read_json, read_weights, write_json
+from drafters.files import CONFIG, META, WEIGHTS, partial_folder, read_folder, read_json, read_weights, write_json
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.packing import pack_linears
@@ -53,8 +52,7 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
+    with partial_folder(folder) as temporary:
         save_file(native_tensors(drafter), temporary / WEIGHTS, metadata={"format": "pt"})
         write_json(temporary / CONFIG, native_config(drafter, target))
         sidecar = {"kind": drafter.kind, "target": target.fingerprint, **meta}
@@ -68,8 +66,6 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
         write_json(temporary / META, sidecar)
         _prove(drafter, temporary, target)
         _replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

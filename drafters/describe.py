@@ -105,7 +105,8 @@ def _servers(raw: RawFolder, kind: str) -> list[str]:
         reasons = stops or [why for bad, why in told if not bad]
         verdict = "will not" if stops else "will load"
         lines.append(f"  {NAMES[server]}: {verdict}" + (f": {'; '.join(reasons)}" if reasons else ""))
-        if stops and kind in SUPPORT[server] and not any("draft_vocab=null" in why for why in stops):
+        inherent = any("draft_vocab=null" in why or "always taps" in why for why in stops)
+        if stops and kind in SUPPORT[server] and not inherent:
             exportable.append(server)
     if exportable:
         lines.append(f"scripts/export.py writes what these read: --to {', '.join(exportable)}")

@@ -6,8 +6,8 @@ keys, an untied head, every flag, offsets as int64, one weight file.
 """
 
 import re
-import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from drafters.build import TrainedDrafter
 from drafters.checkpoint import Table, load_drafter, native_config, native_tensors
 from drafters.eagle import NORMS, EagleDrafter
 from drafters.errors import UserError
-from drafters.files import CONFIG, META, WEIGHTS, RawFolder, read_json, read_weights, write_json
+from drafters.files import CONFIG, META, WEIGHTS, RawFolder, partial_folder, read_json, read_weights, write_json
 from drafters.locate import resolve_path
 from drafters.medusa import MedusaDrafter
 from drafters.readers import TAPS
@@ -49,20 +49,27 @@ def export(run: str | Path, server: str, out: str | Path, target: Target, dtype:
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: {' or '.join(DTYPES)} is allowed")
+    with new_folder(out) as folder:
+        drafter = load_drafter(run, target, pack=False, dtype=torch.float32)
+        check_pair(server, drafter.kind)
+        for weight in drafter.parameters():
+            weight.data = weight.data.to(DTYPES[dtype]).float()  # what is exported is what is checked
+        _write(drafter, server, folder, target, dtype)
+        check_export(folder, server, drafter, target)
+    return Path(out)
+
+
+@contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` once all is well.
+
+    Raises:
+        UserError: see `fresh_folder`.
+    """
     out = fresh_folder(out)
-    drafter = load_drafter(run, target, pack=False, dtype=torch.float32)
-    check_pair(server, drafter.kind)
-    for weight in drafter.parameters():
-        weight.data = weight.data.to(DTYPES[dtype]).float()  # what is exported is what is checked
-    temporary = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    try:
-        _write(drafter, server, temporary, target, dtype)
-        check_export(temporary, server, drafter, target)
-        temporary.chmod(0o755)
-        temporary.replace(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return out
+    with partial_folder(out) as folder:
+        yield folder
+        folder.replace(out)
 
 
 def fresh_folder(out: str | Path) -> Path:

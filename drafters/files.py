@@ -2,6 +2,9 @@
 
 import json
 import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,22 @@ class RawFolder:
     weights: dict[str, Tensor]
     files: list[str]
     """The weight files that were read."""
+
+
+@contextmanager
+def partial_folder(folder: str | Path) -> Iterator[Path]:
+    """An empty folder beside `folder`, to write into until all is proven; gone afterwards.
+
+    Its name is the same each time, so that what a killed process left there goes too.
+    """
+    folder = Path(folder)
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_folder(folder: str | Path) -> RawFolder:

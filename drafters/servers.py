@@ -148,7 +148,10 @@ def _eagle3(raw: RawFolder, server: str, note: Note) -> None:
         note(any(n.startswith("layers.0.") for n in names), True, "reads midlayer.*, not layers.0.*")
         width = llama.get("num_attention_heads", 0) * (llama.get("head_dim") or 0)
         note(width not in (0, llama.get("hidden_size")), True, f"heads x head_dim ({width}) must be the hidden size")
-        note(True, False, "always taps 2, L // 2 and L - 3; other taps work elsewhere only")
+        taps = top or []
+        fixed = len(taps) == 3 and taps == [2, (taps[2] + 3) // 2, taps[2]]  # for some number of layers L
+        note(bool(taps) and not fixed, True, f"always taps 2, L // 2 and L - 3, and this drafter reads {taps}")
+        note(not taps, False, "always taps 2, L // 2 and L - 3")
 
 
 def _eagle1(raw: RawFolder, server: str, note: Note) -> None:

@@ -305,6 +305,8 @@ def test_describe_a_run_folder(deep, trained, tmp_path):
     told = "\n".join(describe(run))
     assert "vLLM: will not: reads every *.safetensors of a folder, so state.safetensors too" in told
     assert "scripts/export.py writes what these read: --to vllm, sglang, speculators" in told
+    other = save_drafter(build_eagle(deep, None, version=3, taps=(1, 3, 5)), tmp_path / "other", deep, {})
+    assert "SafeAILab/EAGLE: will not: always taps 2, L // 2 and L - 3, and this" in "\n".join(describe(other))
     narrow = make_target(hidden_size=32, head_dim=8)
     assert "does not load for 'tiny-llama'" in "\n".join(describe(run, narrow))
 

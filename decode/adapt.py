@@ -85,7 +85,8 @@ class Adaptive:
         for i, c in enumerate(candidates):
             self.survival[i, :, : len(c.survival)] = _shifted(c.survival)
         self.tokens = 1 + self.survival.sum(-1)  # [setting, shifts]
-        self.cost = np.array([c.ms for c in candidates])
+        self.costs: dict[int, np.ndarray] = {}  # by requests that share a step
+        self.requests = 1
         # Cauchy: text may be nothing like the calibration prompts, and a few rounds should then be enough to see it
         self.prior = -np.log1p((SHIFTS[0] / SPREAD[0]) ** 2) - np.log1p(((SHIFTS[1] - SHIFTS[0]) / SPREAD[1]) ** 2)
         self.evidence = np.zeros_like(self.prior)
@@ -98,16 +99,26 @@ class Adaptive:
         self.gap = self.patience = max(PROBE[0], int((cheapest - 1) / PROBE[1]))
         self.probing, self.caught_up = False, True
 
+    @property
+    def cost(self) -> np.ndarray:
+        """Expected milliseconds of a step, by candidate."""
+        if self.requests not in self.costs:
+            together = [c.of(c.settings.nodes, self.requests) for c in self.candidates]
+            alone = [c.ms for c in self.candidates]
+            self.costs[self.requests] = np.array(alone if self.requests == 1 else together)
+        return self.costs[self.requests]
+
     def rates(self) -> np.ndarray:
-        """Expected tokens per plain step's time, by candidate."""
+        """Expected tokens of a request per plain step's time, by candidate."""
         weight = np.exp(self.prior + self.evidence - (self.prior + self.evidence).max())
         cost = self.cost * np.exp(self.bias)
         rates = self.tokens @ (weight / weight.sum()) / cost * cost[self.off]
         rates[self.off] *= MARGIN  # gains too small to tell from none are not worth the risk
         return rates
 
-    def choose(self) -> DraftSettings:
+    def choose(self, requests: int = 1) -> DraftSettings:
         """See `Policy.choose`."""
+        self.requests = requests
         rates = self.rates()
         best = int(np.argmax(rates))
         if rates[best] < MARGIN * rates[self.current]:
@@ -124,32 +135,37 @@ class Adaptive:
         self.used = used
         return self.settings[used]
 
-    def observe(self, round: Round) -> None:
-        """See `Policy.observe`; several requests may share a policy, so the round says what it was asked for."""
-        asked = round.settings or self.settings[self.used]
-        self.used = self.settings.index(asked) if asked in self.settings else self.used
-        if asked.length:
+    def observe(self, rounds: Sequence[Round]) -> None:
+        """See `Policy.observe`."""
+        drafted = [r for r in rounds if self._asked(r)]
+        if drafted:
             if self.probing:
-                self._judge_probe(round)
-            self._learn_shifts(round, asked.length)
-        self._learn_cost(round)
-        self.caught_up = round.drafted > 0 or bool(asked.length)
+                self._judge_probe(rounds)
+            evidence = FORGET * self.evidence + sum(map(self._likelihood, drafted))
+            self.evidence = np.maximum(evidence - evidence.max(), -DOUBT)
+        self._learn_cost(rounds)
+        self.caught_up = bool(drafted)
 
-    def _learn_shifts(self, round: Round, asked: int) -> None:
-        """Bayes: the likelihood of the accepted length under all shifts."""
+    def _asked(self, round: Round) -> int:
+        return (round.settings or self.settings[self.used]).length
+
+    def _likelihood(self, round: Round) -> np.ndarray:
+        """Log likelihood of the accepted length under all shifts."""
         curve = self.survival[self.used]  # [shifts, d - 1]
         reached = curve[:, round.accepted - 1] if round.accepted else np.ones(len(curve))
         likelihood = reached
-        if round.tokens > round.accepted and round.accepted < asked:  # else what came after is not known
+        if round.tokens > round.accepted and round.accepted < self._asked(round):  # else what came after is not known
             likelihood = reached - curve[:, round.accepted]
-        evidence = FORGET * self.evidence + np.log(np.maximum(likelihood, 1e-4))
-        self.evidence = np.maximum(evidence - evidence.max(), -DOUBT)
+        return np.log(np.maximum(likelihood, 1e-4))
 
-    def _learn_cost(self, round: Round) -> None:
-        if not self.caught_up and round.drafted:
+    def _learn_cost(self, rounds: Sequence[Round]) -> None:
+        nodes = sum(r.drafted for r in rounds)
+        if not self.caught_up and nodes:
             return  # the drafter read what had waited for it
-        used = self.used if round.settings is None or round.settings.length else self.off
-        seen = math.log(max(round.total_s, 1e-9) * 1e3 / self.candidates[used].of(round.drafted))
+        first = rounds[0]
+        used = self.used if any(map(self._asked, rounds)) else self.off
+        expected = self.candidates[used].of(nodes / len(rounds), first.requests)
+        seen = math.log(max(first.total_s, 1e-9) * 1e3 / expected)
         residual = max(-1.0, min(1.0, seen - self.load - self.bias[used]))
         self.load += 0.5 * residual  # fast: a busier machine is no news about one setting
         self.timed[used] += 1
@@ -157,8 +173,9 @@ class Adaptive:
             # clipped: one stall of the machine must not make a setting, least of all plain decoding, look slow for long
             self.bias[used] += max(0.02, 1 / (8 + self.timed[used])) * max(-0.25, min(0.25, residual))
 
-    def _judge_probe(self, round: Round) -> None:
-        lost = self.cost[self.used] / self.cost[self.off] - round.tokens  # in plain steps
+    def _judge_probe(self, rounds: Sequence[Round]) -> None:
+        tokens = sum(r.tokens for r in rounds) / len(rounds)
+        lost = self.cost[self.used] / self.cost[self.off] - tokens  # in plain steps
         self.gap = self.patience if lost < 0 else max(self.patience, min(2 * self.gap, int(lost / PROBE[2])))
         if lost < 0:
             self.evidence *= 0.5  # what was seen before is old
@@ -187,7 +204,7 @@ class Window:
         self.length, self.idle = min(4, longest), 0
         self.seen: list[tuple[int, int]] = []  # accepted, drafted
 
-    def choose(self) -> DraftSettings:
+    def choose(self, requests: int = 1) -> DraftSettings:
         """See `Policy.choose`."""
         if self.length == 0:
             self.idle += 1
@@ -195,10 +212,9 @@ class Window:
                 self.length, self.idle = 1, 0
         return DraftSettings("chain", self.length)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, rounds: Sequence[Round]) -> None:
         """See `Policy.observe`."""
-        if round.depth:
-            self.seen.append((round.accepted, round.depth))
+        self.seen += [(r.accepted, r.depth) for r in rounds if r.depth]
         if len(self.seen) < self.window:
             return
         accepted, drafted = map(sum, zip(*self.seen, strict=True))

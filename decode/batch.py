@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.engine import Block, Decoding, Generation, Policy, Request
+from decode.engine import Block, Decoding, Generation, Policy, Request, Round, lazy_where_off
 from decode.pool import PAGE, PagePool, Seat
 from drafters.base import Drafter, DraftSettings, DraftTree
 from drafters.errors import UserError
@@ -68,8 +68,7 @@ def generate_batch(
         requests: each with its own prompt, length, sampling, seed, stop rules and, if it likes, draft settings.
         max_batch: at most so many are served at once.
         pool_tokens: KV rows that all of them together may hold; None: what the longest `max_batch` of them could need.
-        settings: how much to draft, for requests that do not say. A policy among several requests is asked once a
-            request and round, and the seconds that it observes are those of the whole round.
+        settings: how much to draft, for requests that do not say. A policy decides once a round, for all of them.
         callback: called with a request's index, its new tokens and how many of them were drafted; returning False
             cancels that request.
         share_from: requests whose prompts begin with so many equal tokens share the memory of them.
@@ -107,7 +106,7 @@ class Batch:
     ):
         if max_batch < 1:
             raise UserError(f"max_batch={max_batch}: at least 1 is allowed")
-        self.target, self.drafter, self.settings = target, drafter, settings
+        self.target, self.drafter, self.settings = target, lazy_where_off(drafter, settings), settings
         self.max_batch, self.pool_tokens, self.share_from = max_batch, pool_tokens, max(2, share_from)
         self.callback = callback
         self.pool: PagePool | None = None if pool_tokens is None else PagePool(pool_tokens, max_batch)
@@ -155,7 +154,7 @@ class Batch:
         if not self.serving:
             return
         started = time.perf_counter()
-        self._make_room({job: OFF if self.drafter is None else job.run.draft_settings() for job in self.serving})
+        self._make_room(self._choose())
         jobs = self.serving
         trees = self._propose()
         drafted = time.perf_counter()
@@ -171,12 +170,25 @@ class Batch:
                 [jobs[i].run.state for i in going], [jobs[i].run.committed(features[i], verdicts[i]) for i in going]
             )
         ended = time.perf_counter()
-        draft_s, verify_s, total_s = drafted - started + ended - kept, verified - drafted, ended - started
+        times = drafted - started + ended - kept, verified - drafted, ended - started
+        observed: dict[int, list[Round]] = {}
         for job, block, verdict in zip(jobs, blocks, verdicts, strict=True):
-            if job.index in self.results:  # an earlier request's callback cancelled it
-                continue
-            job.run.record(block, verdict, draft_s, verify_s, total_s)
-            self._report(job, verdict.emitted, verdict.accepted)
+            round = job.run.record(block, verdict, *times, len(jobs))
+            observed.setdefault(id(job.run.policy), []).append(round)
+        for policy in {id(job.run.policy): job.run.policy for job in jobs}.values():
+            if policy is not None:
+                policy.observe(observed[id(policy)])
+        for job, verdict in zip(jobs, verdicts, strict=True):
+            if job.index not in self.results:  # else an earlier request's callback cancelled it
+                self._report(job, verdict.emitted, verdict.accepted)
+
+    def _choose(self) -> dict[_Job, DraftSettings]:
+        """How much each request drafts in this round; a policy that several share is asked once."""
+        if self.drafter is None:
+            return dict.fromkeys(self.serving, OFF)
+        asked = {id(job.run.policy): job.run.policy for job in self.serving}
+        chosen = {key: policy and policy.choose(len(self.serving)) for key, policy in asked.items()}
+        return {job: job.run.draft_settings(chosen[id(job.run.policy)]) for job in self.serving}
 
     @property
     def _pool(self) -> PagePool:

@@ -108,9 +108,14 @@ class Candidate:
         """Expected time of a round."""
         return self.verify_ms + self.draft_ms + self.other_ms
 
-    def of(self, drafted: int) -> float:
-        """Expected time of a round that sent so many nodes to the target, in milliseconds."""
-        return self.curve(drafted + 1) + self.draft_ms + self.other_ms
+    def of(self, drafted: float, requests: int = 1) -> float:
+        """Expected milliseconds of a round in which each of so many requests sends `drafted` nodes to the target.
+
+        Of a batch only the target's step is known, from as many rows of one request; drafters that read many requests
+        at once are taken to gain by it what the target gains, and the engine's own work to grow with the requests.
+        """
+        together = self.curve(requests) / self.curve(1)
+        return self.curve(requests * (drafted + 1)) + together * self.draft_ms + requests * self.other_ms
 
 
 @torch.inference_mode()

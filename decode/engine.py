@@ -46,6 +46,8 @@ class Round:
     other_s: float
     settings: DraftSettings | None = None
     """What the drafter was asked for; shorter than what was chosen where the output's end is near."""
+    requests: int = 1
+    """So many shared the target step; the seconds are those of all of them."""
 
     @property
     def total_s(self) -> float:
@@ -62,11 +64,11 @@ class Policy(Protocol):
     rows: int
     """The most rows that a drafter writes into its own cache under any of them."""
 
-    def choose(self) -> DraftSettings:
-        """Settings of the next round."""
+    def choose(self, requests: int = 1) -> DraftSettings:
+        """Settings of the next round, for every one of so many requests that share its target step."""
 
-    def observe(self, round: Round) -> None:
-        """Takes what the last round brought and cost."""
+    def observe(self, rounds: Sequence[Round]) -> None:
+        """Takes what the last step brought and cost: a round for each request that it chose for."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,7 @@ def generate(
         UserError: several prompts, an empty one, ids outside the vocabulary, or more positions than the target has.
     """
     request = Request(prompt, max_new_tokens, settings, sampling or SamplingParams(), stop, eos_token_ids)
-    off = settings.length == 0 if isinstance(settings, DraftSettings) else settings is not None
-    if drafter is not None and off and not hasattr(drafter, "observe"):
-        drafter = Lazy(drafter)  # rounds without a draft should not pay for the drafter
-    run = Decoding(target, drafter, request)
+    run = Decoding(target, lazy_where_off(drafter, settings), request)
     run.begin()
     clock = _synchronized_clock if profile and target.device.type == "cuda" else time.perf_counter
     cache = target.new_cache(run.capacity)
@@ -226,7 +225,9 @@ def _round(run: "Decoding", cache: KVCache, clock: Callable[[], float]) -> tuple
         run.drafter.extend(run.state, *run.committed(features, verdict))
         extended = clock() - before
     total, draft, verify = clock() - started, drafted_at - started + extended, verified_at - drafted_at
-    run.record(block, verdict, draft, verify, total)
+    round = run.record(block, verdict, draft, verify, total)
+    if run.policy is not None:
+        run.policy.observe([round])
     return verdict.emitted, verdict.accepted
 
 
@@ -277,12 +278,12 @@ class Decoding:
         """The drafter's guesses for the next round."""
         if self.drafter is None:
             return DraftTree.empty(self.target.device)
-        return self.drafter.propose(self.state, self.draft_settings(), self.sampling.temperature, self.generator)
+        settings = self.draft_settings(None if self.policy is None else self.policy.choose())
+        return self.drafter.propose(self.state, settings, self.sampling.temperature, self.generator)
 
-    def draft_settings(self) -> DraftSettings:
-        """How much to draft in the next round."""
-        if self.policy is not None:
-            self.settings = self.policy.choose()
+    def draft_settings(self, chosen: DraftSettings | None) -> DraftSettings:
+        """How much to draft in the next round: what a policy chose, if there is one."""
+        self.settings = chosen or self.settings
         # the target adds a token of its own: drafts past the limit could never be emitted
         room = min(self.settings.length, self.max_new_tokens - len(self.out.tokens) - 1)
         self.asked = self.settings if room == self.settings.length else replace(self.settings, length=max(0, room))
@@ -338,17 +339,19 @@ class Decoding:
         kept = slice(0, len(rows)) if rows == list(range(len(rows))) else rows
         return torch.tensor(verdict.emitted, device=self.target.device), features.rows(kept)
 
-    def record(self, block: Block, verdict: Verdict, draft_s: float, verify_s: float, total_s: float) -> None:
-        """Notes a round, and tells policy and drafter what came of it."""
-        drafted, depth = len(block.tree.tokens), verdict.depth
+    def record(
+        self, block: Block, verdict: Verdict, draft_s: float, verify_s: float, total_s: float, requests: int = 1
+    ) -> Round:
+        """Notes a round, and tells the drafter what came of it."""
+        drafted, accepted, emitted = len(block.tree.tokens), verdict.accepted, len(verdict.emitted)
         other = total_s - draft_s - verify_s
-        round = Round(drafted, depth, verdict.accepted, len(verdict.emitted), draft_s, verify_s, other, self.asked)
+        times = draft_s, verify_s, other
+        round = Round(drafted, verdict.depth, accepted, emitted, *times, self.asked, requests)
         self.out.rounds.append(round)
         self.out.decode_s += total_s
-        if self.policy is not None:
-            self.policy.observe(round)
         if self.observer is not None:
-            self.observer(self.state, Outcome(block.tree, verdict.choices, verdict.path[: verdict.accepted], total_s))
+            self.observer(self.state, Outcome(block.tree, verdict.choices, verdict.path[:accepted], total_s))
+        return round
 
     def finish(self) -> Generation:
         """The result, with its text."""
@@ -401,6 +404,12 @@ class Decoding:
 def _synchronized_clock() -> float:
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def lazy_where_off(drafter: Drafter | None, settings: DraftSettings | Policy | None) -> Drafter | None:
+    """The drafter, wrapped where rounds may draft nothing: those should not pay for it."""
+    off = settings.length == 0 if isinstance(settings, DraftSettings) else settings is not None
+    return Lazy(drafter) if drafter is not None and off and not hasattr(drafter, "observe") else drafter
 
 
 def prompt_ids(target: Target, prompt: Prompt) -> list[int]:

@@ -1,5 +1,6 @@
 """A drafter that is paid for only when it drafts: committed tokens wait until the next proposal is asked for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,12 @@ class LazyState:
     features: list[Features] = field(default_factory=list)
     rows: int = 0
     device: torch.device = torch.device("cpu")
+
+    def take(self) -> tuple[Tensor, Features]:
+        """What waits, which then waits no longer."""
+        waiting = torch.cat(self.tokens), Features.join(self.features)
+        self.tokens, self.features, self.rows = [], [], 0
+        return waiting
 
 
 class Lazy:
@@ -62,11 +69,40 @@ class Lazy:
             return DraftTree.empty(state.device)
         return self.drafter.propose(self.read(state), settings, temperature, generator)
 
+    def propose_batch(
+        self,
+        states: Sequence[LazyState],
+        settings: Sequence[DraftSettings],
+        temperatures: Sequence[float],
+        generators: Sequence[torch.Generator],
+    ) -> list[DraftTree]:
+        """See `Drafter.propose_batch`: together where the drafter can and more than one request drafts."""
+        asked = list(zip(states, settings, temperatures, generators, strict=True))
+        drafting = [one for one in asked if one[1].length]
+        together: Any = getattr(self.drafter, "propose_batch", None)
+        if together is None or len(drafting) < 2:
+            return [self.propose(*one) for one in asked]
+        behind = [state for state, *_ in drafting if state.rows]
+        read: Any = getattr(self.drafter, "extend_batch", None)
+        if read is not None and len(behind) > 1:
+            inner, waiting = [self._begun(state) for state in behind], [state.take() for state in behind]
+            read(inner, *map(list, zip(*waiting, strict=True)))
+        trees = iter(together(*zip(*((self.read(state), *rest) for state, *rest in drafting), strict=True)))
+        return [next(trees) if wanted.length else DraftTree.empty(state.device) for state, wanted, *_ in asked]
+
+    def fork(self, state: LazyState, rows: int, capacity: int) -> LazyState:
+        """See `Drafter.fork`."""
+        inner = self.drafter.fork(self.read(state), rows, capacity)  # type: ignore[attr-defined]
+        return LazyState(capacity, inner, device=state.device)
+
     def read(self, state: LazyState) -> Any:
         """Lets the drafter read all that waits; returns its own state."""
+        inner = self._begun(state)
+        if state.rows:
+            self.drafter.extend(inner, *state.take())
+        return inner
+
+    def _begun(self, state: LazyState) -> Any:
         if state.inner is None:
             state.inner = self.drafter.begin(state.capacity)
-        if state.rows:
-            self.drafter.extend(state.inner, torch.cat(state.tokens), Features.join(state.features))
-            state.tokens, state.features, state.rows = [], [], 0
         return state.inner

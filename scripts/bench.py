@@ -70,9 +70,11 @@ def main() -> None:
         import bench_batch  # a script sees its own folder, not the one above
         from bench_arms import arms
 
+        batches = functools.partial(bench_batch.speculation, target, drafter, args.tokens // 2)
+
         parts.append(("adaptation and transformers' own speculation", lambda: arms(target, drafter)))
         parts.append(("batches against HF generate", lambda: bench_batch.plain_against_hf(target, args.tokens // 2)))
-        parts.append(("batches, speculative", lambda: bench_batch.speculation(target, drafter, args.tokens // 2)))
+        parts.append(("batches, speculative", batches))
     for name, part in parts:
         start = time.perf_counter()
         results |= part()
@@ -85,6 +87,8 @@ def main() -> None:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
+    if args.drafter:
+        bench_batch.plot(results, out / "batches.png")
     table = Table(
         title=f"{args.target}, {results['environment']['dtype']}, {results['environment']['threads']} threads"
     )

@@ -11,9 +11,11 @@ from decode.batch import Batch, generate_batch
 from decode.engine import DraftSettings, Request, SamplingParams, generate
 from drafters.base import DraftTree
 from drafters.errors import UserError
+from drafters.lookup import LookupDrafter
 from tests.scripted import VOCAB, bushy
 from tests.tiny import make_target
 
+OFF = DraftSettings("chain", 0)
 CHAIN, TREE = DraftSettings("chain", length=4), DraftSettings("tree", length=4, top_k=3, total=12)
 
 
@@ -154,6 +156,37 @@ def test_a_request_does_not_depend_on_its_neighbours(target, drafters, name):
             assert (out.tokens, out.text, out.finish) == (expected[i].tokens, expected[i].text, expected[i].finish)
             assert [r.accepted for r in out.rounds] == [r.accepted for r in expected[i].rounds]
     assert {out.finish for out in expected} >= {"stop", "length"}
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "lookup"])
+def test_a_policy_decides_once_a_round_for_all_who_share_it(target, drafters, name):
+    """Off, chain and tree in turn; what a drafter had not read while it was off, it reads late."""
+
+    class InTurn:
+        name, nodes, rows = "in turn", 12, 12
+        asked, seen = [], []
+
+        def choose(self, requests=1):
+            self.asked.append(requests)
+            return (OFF, OFF, CHAIN, TREE, CHAIN)[len(self.asked) % 5]
+
+        def observe(self, rounds):
+            self.seen.append(rounds)
+
+    drafter = LookupDrafter() if name == "lookup" else drafters[name]
+    requests = greedy_requests(5, seed=4, new=20)
+    requests[3] = replace(requests[3], settings=CHAIN)  # knows what it wants
+    policy = InTurn()
+    outs = generate_batch(target, drafter, requests, max_batch=3, settings=policy)
+    for request, out in zip(requests, outs, strict=True):
+        assert out.tokens == alone(target, None, replace(request, settings=None)).tokens
+    assert len(policy.asked) == len(policy.seen)
+    for asked, rounds in zip(policy.asked, policy.seen, strict=True):
+        assert all(r.requests == asked <= 3 for r in rounds) and 1 <= len(rounds) <= asked
+    own = [r for i, out in enumerate(outs) if i != 3 for r in out.rounds]
+    assert sum(map(len, policy.seen)) == len(own)
+    assert any(r.drafted for r in own) or name == "lookup"  # which finds nothing in random text
+    assert all(not r.drafted for r in own if r.settings.length == 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])

@@ -222,12 +222,12 @@ def test_a_policy_decides_every_round_and_a_drafter_hears_what_became_of_it(targ
     class Alternating:
         nodes, rows, turn, seen = 9, 9, 0, []
 
-        def choose(self):
+        def choose(self, requests=1):
             self.turn += 1
             return DraftSettings("tree", 3, 4, 9) if self.turn % 2 else DraftSettings("chain", 0)
 
-        def observe(self, round):
-            self.seen.append(round)
+        def observe(self, rounds):
+            self.seen.extend(rounds)
 
     class Listening(Scripted):
         outcomes = []

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from drafters.kernels import attend, can_attend
+
 NAME = "headstart"
 # From this many query rows on, folding them for every KV head saves nothing.
 FUSED_FROM = 48
@@ -57,6 +59,8 @@ def headstart_attention(
         attention_mask = attention_mask[None, None]
     scaling = D**-0.5 if scaling is None else scaling
     plain = softcap is None and s_aux is None
+    if plain and N < FUSED_FROM and can_attend(query.transpose(1, 2), key, value):
+        return attend(query.transpose(1, 2), key, value, attention_mask, scaling).view(B, N, H, D), None
     if plain and N >= FUSED_FROM:
         out = F.scaled_dot_product_attention(
             query,

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from drafters.eagle import EagleConfig, EagleDrafter
 from drafters.errors import UserError
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
+from drafters.packing import pack_linears
 from drafters.target import Target
 
 TrainedDrafter = EagleDrafter | MedusaDrafter  # HydraDrafter is a MedusaDrafter
@@ -95,6 +96,15 @@ def build_eagle(
         if warm_layer:
             _warm_layer(drafter, target)
     return drafter.float().bind(target)
+
+
+def pack_drafter(drafter: nn.Module, dtype: torch.dtype) -> None:
+    """Makes a drafter decode faster where `pack_linears` can; its weights are read in `dtype` then.
+
+    To be called again when they change.
+    """
+    if pack_linears(drafter, dtype) and isinstance(drafter, EagleDrafter):
+        drafter.fuse_layer(dtype)
 
 
 def _llama_config(target: Target, intermediate: int | None, heads: int | None, kv_heads: int | None) -> LlamaConfig:

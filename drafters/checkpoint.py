@@ -21,13 +21,12 @@ from transformers import LlamaConfig
 
 from drafters.adapter import ADAPTER, read_adapter
 from drafters.base import DraftSettings
-from drafters.build import TrainedDrafter
+from drafters.build import TrainedDrafter, pack_drafter
 from drafters.eagle import NORMS, EagleConfig, EagleDrafter
 from drafters.errors import UserError
 from drafters.files import CONFIG, META, WEIGHTS, partial_folder, read_folder, read_json, read_weights, write_json
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
-from drafters.packing import pack_linears
 from drafters.readers import TAPS, Checkpoint, kind_of, norms_of, read_checkpoint
 from drafters.target import Features, Target
 from drafters.vocab import from_offsets, to_offsets
@@ -108,7 +107,7 @@ def load_drafter(
         except TypeError as error:
             raise UserError(f"{folder / META}: draft={meta['draft']!r} are no draft settings ({error})") from error
     if target.is_packed and pack:
-        pack_linears(drafter, target.dtype)
+        pack_drafter(drafter, target.dtype)
     meta["warnings"] = found.warnings + _mismatches(meta.get("target"), target)
     if isinstance(drafter, MedusaDrafter) and (meta.get("adapter") or (folder / ADAPTER).is_dir()):
         drafter.adapter = read_adapter(folder / ADAPTER, target)

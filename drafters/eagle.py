@@ -25,6 +25,8 @@ from drafters import lockstep
 from drafters.attention import headstart_attention
 from drafters.base import DraftSettings, DraftTree, draw_draft
 from drafters.beam import grow_tree
+from drafters.kernels import compiled, rotate
+from drafters.packing import Product, product
 from drafters.target import Features, Target
 
 NORMS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
@@ -126,6 +128,7 @@ class EagleDrafter(nn.Module):
         self._shared: dict[
             str, Tensor
         ] = {}  # the target's embedding and, for EAGLE-1, head rows: never saved or trained
+        self.fused: tuple[Product, Product, Product, Product] | None = None
 
     @property
     def layer(self) -> EagleLayer:
@@ -140,6 +143,14 @@ class EagleDrafter(nn.Module):
             rows = rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)]
             self._shared["head"] = rows.to(self.fc.weight.dtype)
         return self
+
+    def fuse_layer(self, dtype: torch.dtype) -> None:
+        """Lets decoding read copies of the layer's weights, q, k, v and gate, up as one product each."""
+        attention, mlp = self.layer.self_attn, self.layer.mlp
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj], [mlp.gate_proj, mlp.up_proj]
+        weights = [torch.cat([m.weight.detach() for m in linears]).to(dtype) for linears in (*parts, [mlp.down_proj])]
+        qkv, out, gate_up, down = map(product, weights)
+        self.fused = qkv, out, gate_up, down
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings of the target, (..., H)."""
@@ -186,6 +197,8 @@ class EagleDrafter(nn.Module):
             residual = x = self.fc(torch.cat([embeds, hidden], dim=-1))
         B, T = tokens.shape
         d = self.config.llama.head_dim
+        if self.fused is not None:
+            return residual, *self._rotated(self.fused[0](x).view(B, T, -1, d), positions)
         q = attention.q_proj(x).view(B, T, -1, d).transpose(1, 2)
         k = attention.k_proj(x).view(B, T, -1, d).transpose(1, 2)
         v = attention.v_proj(x).view(B, T, -1, d).transpose(1, 2)
@@ -193,12 +206,30 @@ class EagleDrafter(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         return residual, q, k, v
 
+    def _rotated(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of a fused product (B, T, all heads, d), rotated in place."""
+        B, T, _, d = qkv.shape
+        heads, kv_heads = self.config.llama.num_attention_heads, self.config.llama.num_key_value_heads
+        cos, sin = (x.expand(B, -1, -1).contiguous() for x in self.rotary(qkv, positions))
+        q, k, v = qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+        if qkv.dtype != torch.float32 or qkv.device.type != "cpu" or compiled() is None:
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        else:
+            rotate(qkv[:, :, : heads + kv_heads].flatten(0, 1), cos, sin)
+        return q, k, v
+
     def outputs(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: attended (B, T, heads * d) -> (B, T, H), what the next step reads.
 
         It is before the final norm, or with `norm_output` after it.
         """
         layer = self.layer
+        if self.fused is not None:
+            _, project, gate_up, down = self.fused
+            norm = layer.post_attention_layernorm
+            hidden = project(attended, residual=residual)
+            out = down(gate_up(hidden, norm=norm.weight, eps=norm.eps or 1e-6), gated=True, residual=hidden)
+            return self.norm(out) if self.config.norm_output else out
         hidden = residual + layer.self_attn.o_proj(attended)
         out = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return self.norm(out) if self.config.norm_output else out

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from drafters.attention import FUSED_FROM
 from drafters.cache import KVCache
-from drafters.packing import Product, can_pack, compiled, native_bf16, product, rms_norm
+from drafters.kernels import attend, can_attend, compiled, rotate
+from drafters.packing import Product, can_pack, native_bf16, product, rms_norm
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -53,6 +54,7 @@ class FastDecoder:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         widened = weight.dtype == torch.bfloat16 and not native_bf16(weight.device) and compiled() is not None
         self.dtype = torch.float32 if widened else weight.dtype
+        self.compiled = self.dtype == torch.float32 and weight.device.type == "cpu" and compiled() is not None
         self.pack = can_pack(m.weight for m in decoder.modules() if type(m) is nn.Linear)
         self.layers = [self._layer(block) for block in decoder.layers]
         self.norm = self._norm(decoder.norm)
@@ -79,37 +81,41 @@ class FastDecoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Final hidden states (B, N, D) and the tapped ones; arguments as in `Target.forward`."""
         hidden = F.embedding(ids, self.embedding).to(self.dtype)
-        cos, sin = self.rotary(hidden, position_ids=positions)
-        half = self.head_dim // 2
-        # rotating a head is x * cos + (its halves exchanged) * (-sin, sin)
-        cos, sin = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, :, None]  # (B, N, 1, d)
-        folded = self._folded(mask, ids.shape[1], cache)
+        cos, sin = self.rotary(hidden, position_ids=positions)  # (B, N, d)
+        cos, sin = (x.expand(len(ids), -1, -1).contiguous() for x in (cos, sin))
+        folded = None if self.compiled else self._folded(mask, ids.shape[1])
         tapped: dict[int, Tensor] = {0: hidden}
         for index, layer in enumerate(self.layers):
-            q, k, v = self._heads(layer, rms_norm(hidden, layer.attention_norm, self.eps), cos, sin)
+            qkv = layer.qkv(hidden, norm=layer.attention_norm, eps=self.eps)
+            q, k, v = self._heads(layer, qkv, cos, sin)
             if cache is not None:
                 k, v = cache.update(k, v, index)
-            hidden = hidden + layer.out(self._attend(q, k, v, mask, folded))
-            gate, up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, self.eps)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+            hidden = layer.out(self._attend(q, k, v, mask, folded), residual=hidden)
+            gate_up = layer.gate_up(hidden, norm=layer.mlp_norm, eps=self.eps)
+            hidden = layer.down(gate_up, gated=True, residual=hidden)
             if index + 1 in taps:
                 tapped[index + 1] = hidden
         return rms_norm(hidden, self.norm, self.eps), [tapped[k] for k in taps]
 
-    def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, N, H, d) and keys (B, K, N, d), and values (B, K, N, d)."""
-        B, N, _ = x.shape
+        B, N, _ = qkv.shape
         H, K, d = self.heads, self.kv_heads, self.head_dim
-        qkv = layer.qkv(x).view(B, N, H + 2 * K, d)
+        qkv = qkv.view(B, N, H + 2 * K, d)
         qk = qkv[:, :, : H + K]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([H, K], dim=2)
             normed = [rms_norm(q, layer.q_norm, self.eps), rms_norm(k, layer.k_norm, self.eps)]
             qk = torch.cat(normed, dim=2)
-        qk = torch.addcmul(qk * cos, qk.roll(d // 2, dims=-1), sin)
+        if self.compiled:
+            rotate(qk.flatten(0, 1), cos, sin)
+        else:
+            halves = qk.roll(d // 2, dims=-1)
+            halves[..., : d // 2].neg_()
+            qk = torch.addcmul(qk * cos[:, :, None], halves, sin[:, :, None])
         return qk[:, :, :H], qk[:, :, H:].transpose(1, 2), qkv[:, :, H + K :].transpose(1, 2)
 
-    def _folded(self, mask: Tensor | None, N: int, cache: KVCache | None) -> Tensor | None:
+    def _folded(self, mask: Tensor | None, N: int) -> Tensor | None:
         """The mask as a folded attention adds it to its scores: (B or 1, 1, G * N, S), made once for all layers."""
         if N >= FUSED_FROM or (mask is None and N == 1):
             return None
@@ -128,6 +134,9 @@ class FastDecoder:
                 q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.kv_heads != H
             )
             return out.transpose(1, 2).reshape(B, N, H * d)
+        if self.compiled and can_attend(q, k, v):
+            return attend(q, k, v, mask, d**-0.5)
+        folded = self._folded(mask, N) if self.compiled else folded
         K, G = self.kv_heads, H // self.kv_heads
         q = q.view(B, N, K, G, d).permute(0, 2, 3, 1, 4).reshape(B, K, G * N, d)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=folded)

@@ -1,32 +1,47 @@
 """Linear products of frozen weights as fast as the CPU allows at a few rows, which is where verification lives.
 
 `F.linear` reads an unpacked weight well for one row and badly for two to sixteen. oneDNN's prepacked weights do better,
-in float32, and in bfloat16 where the CPU has instructions for it. Where it has none, our own kernel (`bf16_linear.c`)
-reads the bfloat16 weights at their own size; it is compiled once, if there is a C compiler.
+in float32, and in bfloat16 where the CPU has instructions for it. Where it has none, our own kernel (`kernels.c`)
+reads the bfloat16 weights at their own size.
 """
 
-import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.locate import cache_folder
+from drafters.kernels import address, compiled
 
 PACK_ROWS = 4  # the row count oneDNN chooses its layout for; 4 was best or near it from 1 to 64 rows
 PACK_LIMIT = 4 << 30  # bytes: packing keeps a second copy of the weights
 
-Product = Callable[[Tensor], Tensor]
+
+class Product(Protocol):
+    """x -> f(x) @ weight.T + bias [+ residual]; the result has the dtype of x."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Multiplies.
+
+        Args:
+            x: (..., in), or (..., 2 * in) where gated.
+            norm: (in,), the weight of an RMS norm that x goes through first.
+            eps: of that norm.
+            gated: x holds gate and up side by side, and goes through silu(gate) * up first.
+            residual: (..., out), added to the result.
+        """
+        ...
+
+
 Packed = list[tuple[nn.Module, Product]]
 """Modules and their packed products."""
 
@@ -44,7 +59,7 @@ def can_pack(weights: Iterable[Tensor]) -> bool:
 
 
 def product(weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> Product:
-    """x -> x @ weight.T + bias by the fastest way for this frozen weight; the result has the dtype of x.
+    """The product with this frozen weight in the fastest way there is.
 
     Args:
         weight: (out, in).
@@ -59,8 +74,23 @@ def product(weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> Pr
         elif dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS)
             linear = torch.ops.mkldnn._linear_pointwise
-            return lambda x: linear(x.to(dtype), packed, bias, "none", [], "").to(x.dtype)
-    return lambda x: F.linear(x.to(dtype), weight, bias).to(x.dtype)
+            return _composed(lambda x: linear(x.to(dtype), packed, bias, "none", [], "").to(x.dtype))
+    return _composed(lambda x: F.linear(x.to(dtype), weight, bias).to(x.dtype))
+
+
+def _composed(linear: Callable[[Tensor], Tensor]) -> Product:
+    def forward(
+        x: Tensor, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        if norm is not None:
+            x = rms_norm(x, norm, eps)
+        if gated:
+            gate, up = x.chunk(2, dim=-1)
+            x = F.silu(gate).mul_(up)
+        out = linear(x)
+        return out if residual is None else residual + out
+
+    return forward
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype | None = None) -> Packed:
@@ -82,11 +112,17 @@ def pack_linears(model: nn.Module, dtype: torch.dtype | None = None) -> Packed:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x * weight / sqrt(mean(x^2) + eps) over the last dimension, without gradient."""
-    if x.dtype != torch.float32 or x.device.type != "cpu":
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    # on a CPU that is eight operations, and this is five
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * weight / norm.mul_(x.shape[-1] ** -0.5).square_().add_(eps).sqrt_()
+    K = x.shape[-1]
+    if x.dtype != torch.float32 or x.device.type != "cpu" or x.requires_grad:
+        return F.rms_norm(x, (K,), weight, eps)
+    if compiled() is None:
+        # on a CPU that is eight operations, and this is five
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * weight / norm.mul_(K**-0.5).square_().add_(eps).sqrt_()
+    x, weight = x.contiguous(), weight.float().contiguous()
+    out = torch.empty_like(x)
+    compiled().rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), x.numel() // K, K)
+    return out
 
 
 def install(packed: Packed) -> None:
@@ -103,52 +139,24 @@ def remove(packed: Packed) -> None:
 
 def _compiled_product(weight: Tensor, bias: Tensor | None) -> Product:
     width, K = weight.shape
-    run: Any = compiled()
+    run: Any = compiled().bf16_linear
     padded = F.pad(weight.detach(), (0, 0, 0, -width % 16)).view(torch.int16).view(-1, 16, K)
     # (panels, K, 8, 2): the lower half of a word is output i of the panel, the upper half output i + 8
     panels = torch.stack([padded[:, :8], padded[:, 8:]], dim=-1).permute(0, 2, 1, 3).contiguous()
     added = None if bias is None else bias.detach().float()
 
-    def forward(x: Tensor) -> Tensor:
-        rows = x.float().contiguous()
+    def forward(
+        x: Tensor, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        rows, n = x.float().contiguous(), x.numel() // x.shape[-1]
         out = rows.new_empty(*x.shape[:-1], width)
-        run(rows.data_ptr(), panels.data_ptr(), out.data_ptr(), rows.numel() // K, K, width)
+        scratch = rows.new_empty(n, K) if gated or norm is not None else None
+        weight = None if norm is None else norm.float().contiguous()
+        sum_with = None if residual is None else residual.float().contiguous()
+        run(
+            rows.data_ptr(), panels.data_ptr(), out.data_ptr(), n, K, width, address(weight), eps, gated,
+            address(sum_with), address(scratch),
+        )  # fmt: skip
         return (out if added is None else out.add_(added)).to(x.dtype)
 
     return forward
-
-
-@functools.cache
-def compiled() -> Any:
-    """The function of `bf16_linear.c`, compiled for this CPU and kept in the user's cache; None where that fails."""
-    source = Path(__file__).with_name("bf16_linear.c")
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        return None
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
-    cpu = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
-    key = hashlib.sha256(f"{source.read_text()}{cpu}{compiler}".encode()).hexdigest()[:12]
-    library = cache_folder() / "kernels" / f"bf16_linear-{key}.so"
-    try:
-        if not library.exists():
-            _compile(compiler, source, library)
-        function = ctypes.CDLL(str(library), mode=os.RTLD_NOW).bf16_linear
-    except (OSError, subprocess.SubprocessError):
-        return None
-    pointer, size = ctypes.c_void_p, ctypes.c_long
-    function.argtypes, function.restype = [pointer, pointer, pointer, size, size, size], None
-    return function
-
-
-def _compile(compiler: str, source: Path, library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = f"{folder}/a.o", f"{folder}/a.so"
-        flags = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC"]
-        subprocess.run(
-            [compiler, *flags, "-c", str(source), "-o", compiled], check=True, capture_output=True, timeout=60
-        )
-        # linked without OpenMP's own library: its names are then those of torch's, and the two share one set of threads
-        subprocess.run([compiler, "-shared", compiled, "-o", linked], check=True, capture_output=True, timeout=60)
-        os.replace(linked, library)

@@ -24,9 +24,10 @@ from transformers import (
 from drafters import attention as _attention
 from drafters.cache import KVCache
 from drafters.errors import UserError
+from drafters.kernels import compiled
 from drafters.llama import FastDecoder, is_supported
 from drafters.locate import resolve_path
-from drafters.packing import Packed, Product, compiled, install, native_bf16, pack_linears, product, remove
+from drafters.packing import Packed, Product, install, native_bf16, pack_linears, product, remove
 from drafters.variants import load_model, split_adapter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -2,8 +2,9 @@
 
     python scripts/bench.py --target smollm2-135m --dtype bfloat16 --out runs/bench
 
-All ratios come from one run whose parts take turns. Medians; the machine's load is recorded beside them. With
-`--drafter` also what adaptation is worth, and speculation beside transformers' own (`scripts/bench_arms.py`).
+All ratios come from one run whose parts take turns. Medians; the machine's load is recorded beside them. With a trained
+drafter (that of `make demo`, if there is one) also what adaptation is worth, speculation beside transformers' own
+(`bench_arms.py`), and speculation in batches (`bench_batch.py`).
 """
 
 import argparse
@@ -24,10 +25,10 @@ from rich.table import Table
 from decode.cost import CONTEXT, Continuation, measure_target, try_drafts
 from decode.engine import DraftSettings, generate
 from decode.environment import environment, load_average
-from drafters.build import TrainedDrafter, build_eagle
+from drafters.build import TrainedDrafter, build_eagle, pack_drafter
 from drafters.checkpoint import load_drafter
 from drafters.errors import cli
-from drafters.packing import native_bf16, pack_linears
+from drafters.packing import native_bf16
 from drafters.target import Target, load_target
 from train.features import target_features
 from train.objectives import Objective, position_weights
@@ -35,14 +36,15 @@ from train.recipe import recipe_from_dict
 from train.synthesis import Block, Shard
 
 PROMPT = "Explain how a bicycle stays upright while it moves, and what the rider does without noticing."
+DEFAULT, DEMO = "smollm2-135m", Path("runs/demo/eagle3")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def parser() -> argparse.ArgumentParser:
     """Builds the command line."""
     p = argparse.ArgumentParser(description="Benchmark steps of the target, the engine, the drafter and the trainer.")
-    p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
-    p.add_argument("--drafter", help="drafter folder; without one an untrained EAGLE-3 drafter is timed")
+    p.add_argument("--target", default=DEFAULT, help="hub id, folder or GGUF file of the target")
+    p.add_argument("--drafter", help="drafter folder; default: make demo's, or else an untrained EAGLE-3 drafter")
     p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32", "auto"))
     p.add_argument("--tokens", type=int, default=48, help="tokens of each timed generation")
     p.add_argument("--batch", type=int, default=96, help="rows of the synthesis benchmark")
@@ -53,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Runs every benchmark, prints a table and writes bench.json."""
     args = parser().parse_args()
+    if args.drafter is None and args.target == DEFAULT and (DEMO / "headstart.json").is_file():
+        args.drafter = str(DEMO)
+        print(f"drafter: {DEMO}")
     before = load_average()
     target = load_target(args.target, args.dtype)
     ids = torch.arange(target.vocab_size)[:: target.vocab_size // 8192][:8192].to(target.device)
@@ -220,7 +225,7 @@ def _untrained(target: Target, ids: torch.Tensor) -> TrainedDrafter:
         build_eagle(target, ids, 3).to(target.device, target.compute_dtype).bind(target).eval().requires_grad_(False)
     )
     if target.is_packed:
-        pack_linears(drafter, target.dtype)
+        pack_drafter(drafter, target.dtype)
     return drafter
 
 

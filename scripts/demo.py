@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from decode.cost import cost_cache, profile
+from decode.adapt import build_policy
 from decode.evaluate import evaluate
 from decode.prompts import load_prompts
 from decode.report import print_table, write_report
 from decode.validation import acceptance_length
-from drafters.base import DraftSettings
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
 from drafters.target import Target, load_target
@@ -46,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Plan, train twice, choose draft settings, measure, report."""
+    """Plan, train twice, measure, report."""
     args = parser().parse_args()
     start = time.monotonic()
     out = Path(args.out)
@@ -60,7 +59,7 @@ def main() -> None:
         train(recipe, target, acceptance_length)
     print(f"\n[{_clock(start)}] measuring", flush=True)
     drafters = {kind: load_drafter(out / kind, target) for kind in ("eagle3", "medusa")}
-    settings = _settings(out, plan, target, drafters)
+    settings = {kind: build_policy(None, target, drafter) for kind, drafter in drafters.items()}
     prompts = load_prompts("headstart", limit=plan["prompts"])
     folder = out / "report"
     report = evaluate(
@@ -86,7 +85,7 @@ def _plan(out: Path, target: Target, args: argparse.Namespace) -> dict[str, Any]
                 )
         return plan
     tokens = args.tokens or max(10_000, min(200_000, int(_synthesis_rate(target) * SYNTHESIS_SECONDS) // 1000 * 1000))
-    plan = {**asked, "tokens": tokens, "max_new_tokens": 40}
+    plan = {**asked, "tokens": tokens, "max_new_tokens": 80}
     print(f"plan: {tokens} tokens of the target's own text")
     _save_plan(out, plan)
     return plan
@@ -124,21 +123,6 @@ def _recipes(out: Path, target: str, dtype: str, plan: dict[str, Any]) -> dict[s
     ]
     files = {"eagle3": "smollm2-eagle3.yaml", "medusa": "smollm2-medusa1.yaml"}
     return {kind: load_recipe(RECIPES / file, [*shared, f"output={out / kind}"]) for kind, file in files.items()}
-
-
-def _settings(out: Path, plan: dict[str, Any], target: Target, drafters: dict[str, Any]) -> dict[str, DraftSettings]:
-    """The draft setting that pays best here, for each drafter; decided once."""
-    if "draft" not in plan:
-        plan["draft"] = {}
-        for name, drafter in drafters.items():
-            ranked = profile(target, drafter, cache=cost_cache())
-            for c in ranked[:5]:
-                print(f"  {name}: {c.settings.describe()}: {c.tau:.2f} tokens a step, {c.speedup:.2f}x expected")
-            drafting = [c for c in ranked if c.settings.nodes]
-            best = drafting[0] if drafting else ranked[0]  # a demo shows what drafting does, even where it loses
-            plan["draft"][name] = vars(best.settings)
-        _save_plan(out, plan)
-    return {name: DraftSettings(**values) for name, values in plan["draft"].items()}
 
 
 def _clock(start: float) -> str:

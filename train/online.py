@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.build import TrainedDrafter
+from drafters.build import TrainedDrafter, pack_drafter
 from drafters.combine import own_features
-from drafters.packing import pack_linears
 from drafters.record import Row
 from drafters.target import Features, Target
 from train.build import make_optimizers
@@ -142,7 +141,7 @@ def refresh(live: nn.Module, learner: nn.Module, dtype: torch.dtype) -> None:
     """Puts the learner's weights into the live drafter, and packs its products anew, in `dtype`, if they were."""
     live.load_state_dict(learner.state_dict())
     if any("forward" in vars(module) for module in live.modules()):
-        pack_linears(live, dtype)
+        pack_drafter(live, dtype)
 
 
 def _copy(drafter: nn.Module) -> Weights:

@@ -49,6 +49,39 @@ def test_a_product_is_the_linear_layer(dtype, inputs, outputs, bias, pack):
         assert (out - expected).abs().max() <= (2e-5 if dtype == torch.float32 else 1e-2) * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [7, 64, 33])
+def test_what_goes_before_and_after_a_product_can_be_part_of_it(dtype, inputs):
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(20, inputs, generator=generator).to(dtype)
+    added, norm = torch.randn(20, generator=generator), torch.randn(inputs, generator=generator)
+    run = product(weight, added.to(dtype))
+    for rows in (1, 4, 13):
+        x = torch.randn(2, rows, 2 * inputs, generator=generator) * 4
+        residual = torch.randn(2, rows, 20, generator=generator)
+        gate, up = x.double().chunk(2, dim=-1)
+        normed = F.rms_norm(gate, (inputs,), norm.double(), 1e-5)
+        w, b = weight.double(), added.to(dtype).double()
+        cases = [
+            (run(x, gated=True), F.linear(F.silu(gate) * up, w, b)),
+            (run(x[..., :inputs], norm=norm, eps=1e-5), F.linear(normed, w, b)),
+            (run(x[..., :inputs], residual=residual), F.linear(gate, w, b) + residual),
+            (run(x, gated=True, residual=residual), F.linear(F.silu(gate) * up, w, b) + residual),
+        ]
+        for out, expected in cases:
+            assert out.dtype == torch.float32 and out.shape == expected.shape
+            emulated = dtype == torch.bfloat16 and compiled() is None
+            assert (out - expected).abs().max() <= (2e-2 if emulated else 1e-5) * expected.abs().max()
+
+
+@pytest.mark.skipif(compiled() is None, reason="no C compiler")
+def test_gates_of_any_size_stay_numbers():
+    run = packing._compiled_product(torch.eye(16).bfloat16(), None)
+    gate = torch.tensor([0.0, -0.0, 1e-30, 50, -50, 100, -100, 1e30, -1e30, 3e38, -3e38, 0.5, -0.5, 2, -2, 20.0])
+    out = run(torch.cat([gate, torch.ones(16)])[None], gated=True)
+    torch.testing.assert_close(out[0], F.silu(gate), rtol=1e-6, atol=1e-30)
+
+
 @pytest.mark.skipif(compiled() is None, reason="no C compiler")
 def test_the_compiled_product_is_exact_and_does_not_depend_on_neighbouring_rows():
     generator = torch.Generator().manual_seed(2)
@@ -57,6 +90,9 @@ def test_the_compiled_product_is_exact_and_does_not_depend_on_neighbouring_rows(
     run = packing._compiled_product(weight, None)
     together = run(x)
     assert torch.equal(together, torch.cat([run(row[None]) for row in x]))
+    norm = torch.randn(96, generator=generator)
+    normed = [run(rows, norm=norm, eps=1e-6) for rows in (x, *x[:, None])]
+    assert torch.equal(normed[0], torch.cat(normed[1:]))
     assert (together - x @ weight.float().T).abs().max() < 1e-4
     assert run(x[:, None].transpose(0, 1)).shape == (1, 17, 50)  # strided input
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from decode.engine import DraftSettings, SamplingParams, generate
-from drafters.build import build_eagle, build_medusa
-from drafters.packing import pack_linears
+from drafters.build import build_eagle, build_medusa, pack_drafter
 from drafters.record import Recorder
 from drafters.router import Router
 from tests.scripted import Scripted
@@ -82,7 +81,7 @@ def test_a_harmful_update_is_taken_back(target, cases):
 
 def test_the_live_drafter_keeps_its_dtype_and_its_packing(target, cases):
     live = live_drafter(target, "eagle3", torch.bfloat16)
-    pack_linears(live, target.dtype)
+    pack_drafter(live, target.dtype)
     packed = [module for module in live.modules() if "forward" in vars(module)]
     recorder = Recorder(live)
     online = Online(live, target, recipe("eagle3"), steps=2)

@@ -168,7 +168,8 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
         if name == "input_layernorm.weight" or theirs is None:
             continue  # EAGLE-3 norms the embedding there, which the target does not
         if drafter.config.version == 1 and name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            continue  # EAGLE-1's head reads the sum without a norm, which the target's block never has to bear
+            weight.zero_()  # EAGLE-1's head reads the sum without a norm: untrained weights there would be noise
+            continue
         groups, rest = divmod(len(weight), len(theirs))
         if (
             name.startswith(("self_attn.k_proj", "self_attn.v_proj"))

@@ -241,6 +241,8 @@ def make_optimizers(drafter: TrainedDrafter, recipe: Recipe) -> list[torch.optim
         torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)
     ]
     if matrices:
+        if not native_bf16(matrices[0].device):
+            print("warning: train.optimizer=muon computes in bfloat16, which this CPU only emulates: use adamw here")
         group = {"params": matrices, "peak_lr": options.matrix_lr}
         optimizers.append(
             torch.optim.Muon(

@@ -296,6 +296,16 @@ def test_a_warm_layer_is_the_targets_last(target):
     assert not torch.equal(cold.lm_head.weight, target.lm_head.weight) and cold.lm_head.weight.shape == (512, H)
 
 
+def test_a_warm_eagle1_starts_with_the_features_it_reads(target):
+    """Nothing norms its sum on the way to the head: whatever an untrained layer adds is noise there."""
+    drafter = build_eagle(target, None, version=1)
+    features = target.forward(IDS, torch.arange(T)[None].expand(2, T))
+    out = drafter.unroll(IDS, features, 1)[0]
+    torch.testing.assert_close(out, features.final)
+    out.square().sum().backward()
+    assert drafter.layer.mlp.down_proj.weight.grad.any() and drafter.fc.weight.grad[:, :8].any()
+
+
 def test_frequencies_stay_float32_when_the_drafter_is_cast(target):
     drafter = build_eagle(target, None, version=3)
     exact = drafter.rotary.inv_freq.clone()

@@ -129,6 +129,7 @@ class EagleDrafter(nn.Module):
             str, Tensor
         ] = {}  # the target's embedding and, for EAGLE-1, head rows: never saved or trained
         self.fused: tuple[Product, Product, Product, Product] | None = None
+        self.fused_head: Product | None = None  # EAGLE-1's
 
     @property
     def layer(self) -> EagleLayer:
@@ -141,16 +142,18 @@ class EagleDrafter(nn.Module):
         if self.config.version == 1:
             rows = target.lm_head.weight.detach()
             rows = rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)]
-            self._shared["head"] = rows.to(self.fc.weight.dtype)
+            self._shared["head"], self.fused_head = rows.to(self.fc.weight.dtype), None
         return self
 
     def fuse_layer(self, dtype: torch.dtype) -> None:
-        """Lets decoding read copies of the layer's weights, q, k, v and gate, up as one product each."""
+        """Lets decoding read copies of the layer's weights (q, k, v as one, gate, up as one) and of EAGLE-1's head."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
         parts = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj], [mlp.gate_proj, mlp.up_proj]
         weights = [torch.cat([m.weight.detach() for m in linears]).to(dtype) for linears in (*parts, [mlp.down_proj])]
         qkv, out, gate_up, down = map(product, weights)
         self.fused = qkv, out, gate_up, down
+        if self.config.version == 1:
+            self.fused_head = product(self._shared["head"].to(dtype))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings of the target, (..., H)."""
@@ -183,7 +186,7 @@ class EagleDrafter(nn.Module):
         """(..., H) -> (..., Vd): row t of step j predicts x[t+2+j]."""
         if self.config.version == 3:
             return self.lm_head(self.normed(out))
-        return F.linear(out, self._shared["head"])
+        return self.fused_head(out) if self.fused_head is not None else F.linear(out, self._shared["head"])
 
     def inputs(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Residual (B, T, H) and rotated q (B, heads, T, d), k, v (B, K, T, d) for token/feature pairs."""

@@ -50,6 +50,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     B, N, H, d = q.shape
     S = k.shape[2]
     out = q.new_empty(B, N, H * d)
+    if mask is not None and tuple(mask.shape) not in ((B, 1, N, S), (1, 1, N, S)):  # it would be read past its end
+        raise ValueError(f"attention of {B} x {N} rows over {S} columns got a mask of {tuple(mask.shape)}")
     seen = None if mask is None else mask.contiguous()
     apart = 0 if seen is None or len(seen) == 1 else N * S
     compiled().attend(

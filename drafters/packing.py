@@ -148,6 +148,8 @@ def _compiled_product(weight: Tensor, bias: Tensor | None) -> Product:
     def forward(
         x: Tensor, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, residual: Tensor | None = None
     ) -> Tensor:
+        if x.shape[-1] != (2 * K if gated else K):  # the kernel would read past the end
+            raise ValueError(f"a product of {K} inputs got {tuple(x.shape)}{', gated' if gated else ''}")
         rows, n = x.float().contiguous(), x.numel() // x.shape[-1]
         out = rows.new_empty(*x.shape[:-1], width)
         scratch = rows.new_empty(n, K) if gated or norm is not None else None

@@ -27,7 +27,7 @@ from train.loop import train
 from train.recipe import Recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-SYNTHESIS_SECONDS = 180
+SYNTHESIS_SECONDS = 300
 PLAN = "plan.json"
 
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
     p.add_argument("--out", default="runs/demo", help="folder for text, drafters and report")
     p.add_argument(
-        "--tokens", type=int, help="tokens the target writes; default: what this machine writes in 3 minutes"
+        "--tokens", type=int, help="tokens the target writes; default: what this machine writes in 5 minutes"
     )
     p.add_argument("--prompts", type=int, default=10, help="prompts to measure on")
     return p

@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `attend` takes these tensors: float32 on the CPU, no gradient, laid out as it wants them."""
-    if q.dtype != torch.float32 or q.device.type != "cpu" or k.dtype != q.dtype or q.requires_grad or k.requires_grad:
+    if any(x.dtype != torch.float32 or x.device.type != "cpu" or x.requires_grad for x in (q, k, v)):
         return False
     same = k.stride() == v.stride() and k.shape == v.shape and k.stride(3) == q.stride(3) == 1
     rows = q.stride(2) == q.shape[3] and q.stride(0) == q.shape[1] * q.stride(1)

@@ -54,7 +54,8 @@ class FastDecoder:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         widened = weight.dtype == torch.bfloat16 and not native_bf16(weight.device) and compiled() is not None
         self.dtype = torch.float32 if widened else weight.dtype
-        self.compiled = self.dtype == torch.float32 and weight.device.type == "cpu" and compiled() is not None
+        fits = self.dtype == torch.float32 and weight.device.type == "cpu" and self.head_dim % 16 == 0
+        self.compiled = fits and compiled() is not None
         self.pack = can_pack(m.weight for m in decoder.modules() if type(m) is nn.Linear)
         self.layers = [self._layer(block) for block in decoder.layers]
         self.norm = self._norm(decoder.norm)
@@ -82,7 +83,11 @@ class FastDecoder:
         """Final hidden states (B, N, D) and the tapped ones; arguments as in `Target.forward`."""
         hidden = F.embedding(ids, self.embedding).to(self.dtype)
         cos, sin = self.rotary(hidden, position_ids=positions)  # (B, N, d)
-        cos, sin = (x.expand(len(ids), -1, -1).contiguous() for x in (cos, sin))
+        if self.compiled:
+            cos, sin = (x.expand(len(ids), -1, -1).contiguous() for x in (cos, sin))
+        else:  # rotating a head is x * cos + (its halves exchanged) * (-sin, sin)
+            half = self.head_dim // 2
+            cos, sin = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, :, None]
         folded = None if self.compiled else self._folded(mask, ids.shape[1])
         tapped: dict[int, Tensor] = {0: hidden}
         for index, layer in enumerate(self.layers):
@@ -110,9 +115,7 @@ class FastDecoder:
         if self.compiled:
             rotate(qk.flatten(0, 1), cos, sin)
         else:
-            halves = qk.roll(d // 2, dims=-1)
-            halves[..., : d // 2].neg_()
-            qk = torch.addcmul(qk * cos[:, :, None], halves, sin[:, :, None])
+            qk = torch.addcmul(qk * cos, qk.roll(d // 2, dims=-1), sin)
         return qk[:, :, :H], qk[:, :, H:].transpose(1, 2), qkv[:, :, H + K :].transpose(1, 2)
 
     def _folded(self, mask: Tensor | None, N: int) -> Tensor | None:

@@ -28,8 +28,6 @@ from train.recipe import DrafterOptions, Recipe
 
 RESOLVED = "recipe.resolved.json"
 
-RESOLVED = "recipe.resolved.json"
-
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """The recipe's precision and trackers; processes may wait for days while the main one writes text."""

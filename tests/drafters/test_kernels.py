@@ -39,19 +39,21 @@ def test_scores_of_any_size_stay_numbers():
         assert (attend(q, k, v, None, 0.25) - expected).abs().max() < 1e-30
 
 
-@pytest.mark.parametrize("change", ["bfloat16", "gradient", "width", "layout"])
+@pytest.mark.parametrize("change", ["bfloat16", "gradient", "gradient of v", "width", "layout"])
 def test_what_it_does_not_take(change):
-    q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 9, 16)
-    assert can_attend(q, k, k)
+    q, k, v = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+    assert can_attend(q, k, v)
     if change == "bfloat16":
-        q, k = q.bfloat16(), k.bfloat16()
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     elif change == "gradient":
         q.requires_grad_()
+    elif change == "gradient of v":  # an adapter on v_proj alone
+        v.requires_grad_()
     elif change == "width":
-        q, k = q[..., :8], k[..., :8]
+        q, k, v = q[..., :8], k[..., :8], v[..., :8]
     else:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert not can_attend(q, k, k)
+    assert not can_attend(q, k, v)
 
 
 def test_wrong_shapes_are_refused_before_memory_is_read():

@@ -27,6 +27,8 @@ MARGIN = 1.03  # another setting must promise this much more speed before it rep
 SAMPLES = 30  # drafts that a calibration curve is taken to rest on
 PROBE = (16, 0.02, 0.005)  # plain rounds before a draft is tried: so many, and enough for a failure to cost but these
 # shares of the time: the first failure, and each one once failures have doubled the wait
+HORIZON = 64  # drafting rounds over which the reading of what waited for the drafter must pay
+SLOWEST = 0.06  # share of what a round shows about a setting's cost that is believed, once much is known
 RECHECK = 25  # drafting rounds before a plain one shows what drafting is compared with, where the two are close
 
 
@@ -93,11 +95,16 @@ class Adaptive:
         self.load = 0.0  # log of the machine's slowness now against the profile, the same for all settings
         self.bias = np.zeros(len(candidates))  # log of what each setting costs beyond that
         self.timed = np.zeros(len(candidates))  # rounds it was learned from
-        self.current = int(np.argmax(self.rates()))
+        self.drafting = 0.0  # log of what drafting with any setting costs beyond that, against not drafting
+        self.switches = 0  # between drafting and not, which it was learned from
+        self.timed_last: int | None = None
+        self.behind = 0.0  # milliseconds of reading that come before the first draft
+        self.current: int | None = None  # what the last round was given by the rates
         self.streak = 0  # rounds since drafting was turned on or off
+        self.unchecked = 0  # drafting rounds since a plain one
         cheapest = min((c.ms for c in candidates if c.settings.nodes), default=0.0) / self.cost[self.off]
         self.gap = self.patience = max(PROBE[0], int((cheapest - 1) / PROBE[1]))
-        self.probing, self.caught_up = False, True
+        self.probing = False
 
     @property
     def cost(self) -> np.ndarray:
@@ -108,30 +115,39 @@ class Adaptive:
             self.costs[self.requests] = np.array(alone if self.requests == 1 else together)
         return self.costs[self.requests]
 
+    def _excess(self) -> np.ndarray:
+        """Log of what each candidate costs beyond the profile."""
+        return np.where(np.arange(len(self.bias)) == self.off, 0.0, self.bias + self.drafting)
+
     def rates(self) -> np.ndarray:
         """Expected tokens of a request per plain step's time, by candidate."""
         weight = np.exp(self.prior + self.evidence - (self.prior + self.evidence).max())
-        cost = self.cost * np.exp(self.bias)
+        reading = np.where(np.arange(len(self.bias)) == self.off, 0.0, self.behind / HORIZON)
+        cost = self.cost * np.exp(self._excess()) + reading
         rates = self.tokens @ (weight / weight.sum()) / cost * cost[self.off]
         rates[self.off] *= MARGIN  # gains too small to tell from none are not worth the risk
         return rates
 
-    def choose(self, requests: int = 1) -> DraftSettings:
+    def choose(self, requests: int = 1, waiting: int = 0) -> DraftSettings:
         """See `Policy.choose`."""
         self.requests = requests
+        usual = requests * (1 + max(s.length for s in self.settings))  # what a round leaves to be read
+        self.behind = max(0, waiting - usual) * max(c.read_ms for c in self.candidates)
         rates = self.rates()
         best = int(np.argmax(rates))
-        if rates[best] < MARGIN * rates[self.current]:
+        if self.current is not None and rates[best] < MARGIN * rates[self.current]:
             best = self.current
         if (best == self.off) != (self.current == self.off):
             self.streak = 0
         self.current, self.probing, used = best, False, best
-        if best == self.off and self.streak >= self.gap:
+        affordable = self.behind <= PROBE[1] * self.streak * self.cost[self.off]  # milliseconds
+        if best == self.off and self.streak >= self.gap and affordable:
             drafting = np.where(np.arange(len(rates)) == self.off, 0, rates)
             self.probing, used = True, int(np.argmax(drafting))
-        elif self.streak % RECHECK == RECHECK - 1 and rates[best] < 2 * rates[self.off]:
+        elif self.unchecked >= min(RECHECK, 5 * (1 + self.switches)) * (rates[best] / rates[self.off]) ** 2:
             used = self.off
         self.streak += 1
+        self.unchecked = 0 if used == self.off else self.unchecked + 1
         self.used = used
         return self.settings[used]
 
@@ -144,7 +160,6 @@ class Adaptive:
             evidence = FORGET * self.evidence + sum(map(self._likelihood, drafted))
             self.evidence = np.maximum(evidence - evidence.max(), -DOUBT)
         self._learn_cost(rounds)
-        self.caught_up = bool(drafted)
 
     def _asked(self, round: Round) -> int:
         return (round.settings or self.settings[self.used]).length
@@ -159,23 +174,30 @@ class Adaptive:
         return np.log(np.maximum(likelihood, 1e-4))
 
     def _learn_cost(self, rounds: Sequence[Round]) -> None:
-        nodes = sum(r.drafted for r in rounds)
-        if not self.caught_up and nodes:
-            return  # the drafter read what had waited for it
-        first = rounds[0]
         used = self.used if any(map(self._asked, rounds)) else self.off
-        expected = self.candidates[used].of(nodes / len(rounds), first.requests)
-        seen = math.log(max(first.total_s, 1e-9) * 1e3 / expected)
-        residual = max(-1.0, min(1.0, seen - self.load - self.bias[used]))
-        self.load += 0.5 * residual  # fast: a busier machine is no news about one setting
-        self.timed[used] += 1
-        if self.timed.sum() > 8:  # once the load is known
-            # clipped: one stall of the machine must not make a setting, least of all plain decoding, look slow for long
-            self.bias[used] += max(0.02, 1 / (8 + self.timed[used])) * max(-0.25, min(0.25, residual))
+        expected = self.candidates[used].of(sum(r.drafted for r in rounds) / len(rounds), rounds[0].requests)
+        expected += self.behind if used != self.off else 0.0
+        seen = math.log(max(rounds[0].total_s, 1e-9) * 1e3 / expected)
+        residual = seen - self.load - self._excess()[used]
+        if self.timed_last is None:
+            self.load = seen
+        elif used == self.timed_last:  # a busier machine is no news about the setting
+            self.load += 0.5 * max(-1.0, min(1.0, residual))
+        else:  # the machine is as busy as a round ago, so the difference is the setting's
+            residual = max(-0.5, min(0.5, residual))  # or a stall
+            if self.off in (used, self.timed_last):
+                self.switches += 1
+                sign = -1 if used == self.off else 1
+                self.drafting += sign * max(SLOWEST, 1 / (2 + self.switches)) * residual
+            else:
+                self.timed[used] += 1
+                self.bias[used] += max(SLOWEST, 1 / (8 + self.timed[used])) * residual
+        self.timed_last = used
 
     def _judge_probe(self, rounds: Sequence[Round]) -> None:
         tokens = sum(r.tokens for r in rounds) / len(rounds)
-        lost = self.cost[self.used] / self.cost[self.off] - tokens  # in plain steps
+        cost = self.cost * np.exp(self._excess())
+        lost = cost[self.used] / cost[self.off] - tokens  # in plain steps
         self.gap = self.patience if lost < 0 else max(self.patience, min(2 * self.gap, int(lost / PROBE[2])))
         if lost < 0:
             self.evidence *= 0.5  # what was seen before is old
@@ -204,7 +226,7 @@ class Window:
         self.length, self.idle = min(4, longest), 0
         self.seen: list[tuple[int, int]] = []  # accepted, drafted
 
-    def choose(self, requests: int = 1) -> DraftSettings:
+    def choose(self, requests: int = 1, waiting: int = 0) -> DraftSettings:
         """See `Policy.choose`."""
         if self.length == 0:
             self.idle += 1

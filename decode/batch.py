@@ -187,7 +187,8 @@ class Batch:
         if self.drafter is None:
             return dict.fromkeys(self.serving, OFF)
         asked = {id(job.run.policy): job.run.policy for job in self.serving}
-        chosen = {key: policy and policy.choose(len(self.serving)) for key, policy in asked.items()}
+        waiting = sum(job.run.waiting for job in self.serving)
+        chosen = {key: policy and policy.choose(len(self.serving), waiting) for key, policy in asked.items()}
         return {job: job.run.draft_settings(chosen[id(job.run.policy)]) for job in self.serving}
 
     @property

@@ -84,6 +84,8 @@ class Trial:
     """Nodes proposed each time."""
     draft_ms: float
     """Median time of a round's drafting: committed tokens come in, a proposal goes out."""
+    read_ms: float = 0.0
+    """A row, where the drafter reads many at once: a prompt, or what waited while nothing was drafted."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Candidate:
     other_ms: float
     curve: Curve
     speedup: float = 1.0
+    read_ms: float = 0.0
+    """See `Trial`."""
 
     @property
     def tau(self) -> float:
@@ -168,6 +172,7 @@ def try_drafts(
     nodes: dict[DraftSettings, list[int]] = {s: [] for s in settings}
     times: dict[DraftSettings, list[float]] = {s: [] for s in settings}
     extends: list[float] = []
+    reads: list[float] = []  # the prompts, a row
     for text in texts:
         deadline = time.perf_counter() + seconds / len(texts)
         state = drafter.begin(len(text.ids) + max(s.rows for s in settings) + 2)
@@ -176,8 +181,11 @@ def try_drafts(
         for i, last in enumerate(stops):  # `last` is the index of the last committed token
             start = time.perf_counter()
             drafter.extend(state, text.ids[read + 1 : last + 1], text.features.rows(slice(read, last)))
-            if i:  # the first reads the whole prompt
-                extends.append(time.perf_counter() - start)
+            took = time.perf_counter() - start
+            if i:
+                extends.append(took)
+            else:  # the whole prompt
+                reads.append(took / last)
             read, truth = last, text.ids[last + 1 :].tolist()
             for s in settings:
                 start = time.perf_counter()
@@ -194,6 +202,7 @@ def try_drafts(
             tuple(fmean(a >= d for a in accepted[s]) for d in range(1, s.length + 1)),
             tuple(nodes[s]),
             (median(times[s]) + extend) * 1e3,
+            median(reads) * 1e3,
         )
         for s in settings
     }
@@ -238,7 +247,7 @@ def profile(
     out = [plain]
     for s, trial in trials.items():
         verify = fmean(curve(n + 1) for n in trial.nodes)
-        candidate = Candidate(s, trial.survival, verify, trial.draft_ms, other, curve)
+        candidate = Candidate(s, trial.survival, verify, trial.draft_ms, other, curve, read_ms=trial.read_ms)
         out.append(replace(candidate, speedup=candidate.tau * plain.ms / candidate.ms))
     out.sort(key=lambda c: -c.speedup)
     if file:

@@ -64,8 +64,11 @@ class Policy(Protocol):
     rows: int
     """The most rows that a drafter writes into its own cache under any of them."""
 
-    def choose(self, requests: int = 1) -> DraftSettings:
-        """Settings of the next round, for every one of so many requests that share its target step."""
+    def choose(self, requests: int = 1, waiting: int = 0) -> DraftSettings:
+        """Settings of the next round, for every one of so many requests that share its target step.
+
+        Before any of them can draft, their drafter has `waiting` rows to read.
+        """
 
     def observe(self, rounds: Sequence[Round]) -> None:
         """Takes what the last step brought and cost: a round for each request that it chose for."""
@@ -274,11 +277,16 @@ class Decoding:
         if self.drafter is not None:
             self.state = self.drafter.begin(self.draft_rows)
 
+    @property
+    def waiting(self) -> int:
+        """Rows that the drafter has put off reading."""
+        return self.drafter.waiting(self.state) if isinstance(self.drafter, Lazy) else 0
+
     def propose(self) -> DraftTree:
         """The drafter's guesses for the next round."""
         if self.drafter is None:
             return DraftTree.empty(self.target.device)
-        settings = self.draft_settings(None if self.policy is None else self.policy.choose())
+        settings = self.draft_settings(None if self.policy is None else self.policy.choose(1, self.waiting))
         return self.drafter.propose(self.state, settings, self.sampling.temperature, self.generator)
 
     def draft_settings(self, chosen: DraftSettings | None) -> DraftSettings:

@@ -106,8 +106,9 @@ def load_drafter(
             drafter.default_settings = DraftSettings(**meta["draft"])
         except TypeError as error:
             raise UserError(f"{folder / META}: draft={meta['draft']!r} are no draft settings ({error})") from error
+    drafter.bind(target)
     if target.is_packed and pack:
-        pack_drafter(drafter, target.dtype)
+        pack_drafter(drafter, target.dtype)  # EAGLE-1's head too, which is the target's
     meta["warnings"] = found.warnings + _mismatches(meta.get("target"), target)
     if isinstance(drafter, MedusaDrafter) and (meta.get("adapter") or (folder / ADAPTER).is_dir()):
         drafter.adapter = read_adapter(folder / ADAPTER, target)
@@ -116,7 +117,7 @@ def load_drafter(
             meta["warnings"].append("its adapter was trained on other weights than this target's; expect poor text")
     for line in meta["warnings"]:
         print(f"warning: {folder}: {line}", file=sys.stderr)
-    return drafter.bind(target)
+    return drafter
 
 
 def expected_tensors(drafter: TrainedDrafter) -> Table:

@@ -95,6 +95,11 @@ class Lazy:
         inner = self.drafter.fork(self.read(state), rows, capacity)  # type: ignore[attr-defined]
         return LazyState(capacity, inner, device=state.device)
 
+    @staticmethod
+    def waiting(state: LazyState) -> int:
+        """Rows that it would have to read before it drafts."""
+        return state.rows
+
     def read(self, state: LazyState) -> Any:
         """Lets the drafter read all that waits; returns its own state."""
         inner = self._begun(state)

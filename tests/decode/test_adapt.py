@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
@@ -93,6 +94,24 @@ def test_it_follows_the_text_down_and_up_again():
     off = [s == OFF for at, s in chosen if 340 <= at < 600]
     flips = sum(a != b for a, b in zip(off, off[1:], strict=False))
     assert 2 <= flips <= 2 * 260 / 16  # it was tried again, and not more often than the wait allows
+
+
+def test_a_drafter_that_has_a_prompt_to_read_first_must_promise_that_much_more():
+    behind = 1600  # rows of 0.1 ms, sixteen steps' worth
+
+    def policy(p):
+        return Adaptive([replace(c, read_ms=0.1 if c.settings.nodes else 0.0) for c in candidates("bfloat16", p)])
+
+    assert policy(0.1).choose(waiting=4).nodes and not policy(0.1).choose(waiting=behind).nodes
+    assert policy(0.7).choose(waiting=behind).nodes, "worth it within an answer"
+    doubting, tried = policy(0.05), []
+    for turn in range(1000):
+        s = doubting.choose(waiting=behind)
+        if s.nodes:
+            tried.append(turn)
+            break
+        doubting.observe([Round(0, 0, 0, 1, 0, 0.0101, 0, s)])
+    assert tried and tried[0] > 0.95 * 16 / 0.02, "a trial costs a fiftieth of the time before it at most"
 
 
 def test_many_requests_in_a_step_draft_less():
@@ -205,7 +224,7 @@ def test_a_drafter_that_is_off_reads_nothing_and_then_all_at_once(target, drafte
     class Late:
         name, nodes, rows, turn = "late", 3, 3, 0
 
-        def choose(self, requests=1):
+        def choose(self, requests=1, waiting=0):
             self.turn += 1
             return DraftSettings("chain", 3) if self.turn > 10 else OFF
 

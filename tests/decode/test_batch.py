@@ -166,7 +166,7 @@ def test_a_policy_decides_once_a_round_for_all_who_share_it(target, drafters, na
         name, nodes, rows = "in turn", 12, 12
         asked, seen = [], []
 
-        def choose(self, requests=1):
+        def choose(self, requests=1, waiting=0):
             self.asked.append(requests)
             return (OFF, OFF, CHAIN, TREE, CHAIN)[len(self.asked) % 5]
 

@@ -222,7 +222,7 @@ def test_a_policy_decides_every_round_and_a_drafter_hears_what_became_of_it(targ
     class Alternating:
         nodes, rows, turn, seen = 9, 9, 0, []
 
-        def choose(self, requests=1):
+        def choose(self, requests=1, waiting=0):
             self.turn += 1
             return DraftSettings("tree", 3, 4, 9) if self.turn % 2 else DraftSettings("chain", 0)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafters.base import DraftSettings
 from drafters.build import build_eagle, build_medusa
 from drafters.checkpoint import CONFIG, META, WEIGHTS, expected_tensors, load_drafter, probe_logits, save_drafter
 from drafters.eagle import NORMS
@@ -99,6 +100,25 @@ def test_a_bfloat16_target(tmp_path, kind):
     assert {p.dtype for p in again.parameters()} == {torch.bfloat16} and again.draft_ids.dtype == torch.int64
     if kind.startswith("eagle"):
         assert torch.equal(again.rotary.inv_freq, drafter.rotary.inv_freq)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle1", "eagle3"])
+def test_beside_a_packed_target_it_drafts_the_same(tmp_path, kind, dtype):
+    target = wrap_target(make_model(layers=2).to(dtype), make_tokenizer(), "packed")
+    save_drafter(build(kind, target, "some"), tmp_path / "run", target, {})
+    ids = torch.arange(2, 22, device=target.device)
+    features = target.forward(ids[None], torch.arange(20)[None], taps=load_drafter(tmp_path / "run", target).taps)
+    drafts = []
+    for packed in (False, True):
+        if packed:
+            target.pack()
+        drafter = load_drafter(tmp_path / "run", target)
+        assert any("forward" in vars(m) for m in drafter.modules()) == packed
+        state = drafter.begin(40)
+        drafter.extend(state, ids[1:], features.rows(slice(0, 19)))
+        drafts.append(drafter.propose(state, DraftSettings("chain", 3)).tokens.tolist())
+    assert drafts[0] == drafts[1] or dtype == torch.bfloat16, "which rounds otherwise"
 
 
 # ---- what is on disk

@@ -77,7 +77,8 @@ def evaluate(
         settings: draft settings or policies by drafter's name, or settings for all drafters; where left out, the
             drafter's `default_settings`. A policy belongs to one drafter.
         sampling: temperature 0 also checks that every arm's output is the target's own.
-        runs: passes a prompt makes over the arms, every second one in reverse order; keep it even.
+        runs: passes a prompt makes over the arms, every second one in reverse order and without HF `generate`; keep it
+            even.
         warmup: untimed requests per arm before the first measurement.
         raw_path: JSONL file for raw measurements; an equal evaluation resumes from it, that of another one is renamed.
 
@@ -198,10 +199,11 @@ def _measure(
     for index in range(described["warmup"]):
         for arm in arms:
             arm.run(target, requests[missing[index % len(missing)].id], sampling, min(limit, 32))
-    with tqdm(total=len(missing) * len(arms) * runs, unit="request", disable=not progress) as bar:
+    order = list(_interleaved(arms, runs))
+    with tqdm(total=len(missing) * len(order), unit="request", disable=not progress) as bar:
         for prompt in missing:
             measured: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
-            for arm, index in _interleaved(arms, runs):
+            for arm, index in order:
                 seeded = replace(sampling, seed=sampling.seed + index)  # each pass its own draws, the same in all arms
                 run = arm.run(target, requests[prompt.id], seeded, limit)
                 measured[arm.name].append(asdict(run))
@@ -215,9 +217,13 @@ def _measure(
 
 
 def _interleaved(arms: Sequence[Arm], runs: int) -> Iterator[tuple[Arm, int]]:
-    """A B C, C B A, A B C, ...: a linear drift of the machine then adds the same to every arm."""
+    """A B C, C B A, A B C, ...: a linear drift of the machine then adds the same to every arm.
+
+    HF `generate`, the slowest by far, stands in the middle and runs once there and back.
+    """
+    ours = [arm for arm in arms if arm.name != HF]
     for index in range(runs):
-        for arm in arms if index % 2 == 0 else reversed(arms):
+        for arm in arms if index % 2 == 0 else reversed(ours):
             yield arm, index
 
 

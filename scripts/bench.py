@@ -4,7 +4,8 @@
 
 All ratios come from one run whose parts take turns. Medians; the machine's load is recorded beside them. With a trained
 drafter (that of `make demo`, if there is one) also what adaptation is worth, speculation beside transformers' own
-(`bench_arms.py`), and speculation in batches (`bench_batch.py`).
+(`bench_arms.py`), and speculation in batches (`bench_batch.py`). Where `make serve-check` has built vLLM's environment,
+also plain decoding beside vLLM's.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from train.synthesis import Block, Shard
 PROMPT = "Explain how a bicycle stays upright while it moves, and what the rider does without noticing."
 DEFAULT, DEMO = "smollm2-135m", Path("runs/demo/eagle3")
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+VLLM = Path(".venv-serve/bin/python")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +60,8 @@ def main() -> None:
     if args.drafter is None and args.target == DEFAULT and (DEMO / "headstart.json").is_file():
         args.drafter = str(DEMO)
         print(f"drafter: {DEMO}")
-    before = load_average()
+    before, out = load_average(), Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
     target = load_target(args.target, args.dtype)
     ids = torch.arange(target.vocab_size)[:: target.vocab_size // 8192][:8192].to(target.device)
     drafter = load_drafter(args.drafter, target) if args.drafter else _untrained(target, ids)
@@ -75,11 +78,13 @@ def main() -> None:
         import bench_batch  # a script sees its own folder, not the one above
         from bench_arms import arms
 
-        batches = functools.partial(bench_batch.speculation, target, drafter, args.tokens // 2)
+        batches = functools.partial(bench_batch.speculation, target, drafter, args.tokens)
 
         parts.append(("adaptation and transformers' own speculation", lambda: arms(target, drafter)))
         parts.append(("batches against HF generate", lambda: bench_batch.plain_against_hf(target, args.tokens // 2)))
         parts.append(("batches, speculative", batches))
+    if VLLM.is_file():
+        parts.append(("plain decoding against vLLM", lambda: plain_against_vllm(args.target, target, out)))
     for name, part in parts:
         start = time.perf_counter()
         results |= part()
@@ -89,8 +94,6 @@ def main() -> None:
         results["peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
     results["native_bf16"] = native_bf16(target.device)
     results |= {"environment": environment(target) | {"load_before": before, "load_after": load_average()}}
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
     if args.drafter:
         bench_batch.plot(results, out / "batches.png")
@@ -128,6 +131,19 @@ def plain_against_hf(target: Target, tokens: int) -> dict[str, float]:
         "plain_ms_per_token": median(ours),
         "hf_ms_per_token": median(theirs),
         "plain_vs_hf_b1": median(theirs) / median(ours),
+    }
+
+
+def plain_against_vllm(name: str, target: Target, out: Path) -> dict[str, float]:
+    """Tokens per second at batch 1, prefill included, over those of a vLLM server: compiled, and eager."""
+    import serve_check  # beside this script
+
+    dtype = "float32" if target.dtype == torch.float32 else "bfloat16"
+    asked = ["--target", name, "--prompts", "4", "--max-new-tokens", "32", "--python", str(VLLM)]
+    row = serve_check.time_plain(serve_check.parser().parse_args(asked), out, dtype)
+    return {
+        "vs_vllm_plain": row["ours"] / row["vllm_compiled"],
+        "vs_vllm_plain_eager": row["ours"] / row["vllm_eager"],
     }
 
 

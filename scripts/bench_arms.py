@@ -29,7 +29,8 @@ from drafters.target import Features, Target, wrap_target
 
 FIXED = {f"chain{k}": DraftSettings("chain", k) for k in (1, 2, 4)} | {"tree4": DraftSettings("tree", 2, 3, 4)}
 LOOKUP, ASSISTED = 8, 4  # tokens drafted a round where both sides draft equally many
-TOKENS = 24
+TOKENS = 48
+HF_TOKENS = 24  # beside transformers, whose own speculation is slow here
 BLOCKS = 6  # of the target that make its draft model
 TURNS = 2
 
@@ -131,7 +132,7 @@ def adaptation(target: Target, drafter: Drafter, prompts: Sequence[Prompt], toke
     return results | {"adaptive_vs_plain_min": min(plain), "adaptive_vs_best_fixed_min": min(fixed)}
 
 
-def beside_hf(target: Target, draft: Target, prompts: Sequence[Prompt], tokens: int = TOKENS) -> dict[str, float]:
+def beside_hf(target: Target, draft: Target, prompts: Sequence[Prompt], tokens: int = HF_TOKENS) -> dict[str, float]:
     """Prompt lookup and a draft model, transformers' own over ours; each key's second arm is transformers'.
 
     `vs_hf_lookup` and `vs_hf_assisted` run both sides as they come: ours adapts, transformers drafts up to 20 tokens
@@ -179,8 +180,8 @@ def truncated(target: Target, blocks: int = BLOCKS) -> Target:
     return draft.pack() if target.is_packed else draft
 
 
-def arms(target: Target, drafter: Drafter, tokens: int = TOKENS) -> dict[str, float]:
+def arms(target: Target, drafter: Drafter) -> dict[str, float]:
     """Both parts on built-in prompts: two of each category for adaptation, one beside transformers."""
     blocks = max(1, min(BLOCKS, target.num_layers - 1))
-    results = adaptation(target, drafter, load_prompts("headstart", per_category=2), tokens)
-    return results | beside_hf(target, truncated(target, blocks), load_prompts("headstart", per_category=1), tokens)
+    results = adaptation(target, drafter, load_prompts("headstart", per_category=2))
+    return results | beside_hf(target, truncated(target, blocks), load_prompts("headstart", per_category=1))

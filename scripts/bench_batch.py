@@ -25,7 +25,8 @@ from drafters.target import Target
 
 SIZES = (1, 2, 4, 8, 16)
 CHAINS = (1, 2, 4)
-TURNS = 3
+TURNS = 2
+PROMPTS = 4  # at least, one batch after another
 
 
 def prompts(target: Target, count: int) -> list[list[int]]:
@@ -91,20 +92,21 @@ def speculation(
     arms["adaptive"] = build_policy("adaptive", target, drafter)
     results: dict[str, float] = {}
     for size in sizes:
-        ids = prompts(target, size)
+        ids = prompts(target, max(size, PROMPTS))
+        batches = [ids[i : i + size] for i in range(0, len(ids), size)]
         times: dict[str, list[float]] = {name: [] for name in ("plain", *arms)}
         for turn in range(TURNS + 1):
             for name in times:
-                seconds = decode_seconds(
-                    target, drafter if name in arms else None, ids, tokens if turn else 4, arms.get(name)
-                )
+                last = tokens if turn else 4
+                used = drafter if name in arms else None
+                seconds = sum(decode_seconds(target, used, batch, last, arms.get(name)) for batch in batches)
                 if turn:  # the first one warms up
                     times[name].append(seconds)
         speedup = {name: median(times["plain"]) / median(times[name]) for name in arms}
         results |= {f"batch_speedup_{size}_{name}": value for name, value in speedup.items()}
         adaptive = results[f"batch_speedup_{size}"] = speedup.pop("adaptive")
         results[f"batch_adaptive_vs_best_{size}"] = adaptive / max(1.0, *speedup.values())
-        results[f"plain_tokens_per_s_b{size}"] = size * (tokens - 1) / median(times["plain"])
+        results[f"plain_tokens_per_s_b{size}"] = len(ids) * (tokens - 1) / median(times["plain"])
     return results
 
 

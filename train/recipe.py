@@ -77,6 +77,9 @@ class SynthesisOptions:
     """Where the text is kept; a second run with the same settings reuses or continues it."""
     prompts: str | None = None
     """JSONL file of prompts that the target answers; null lets it write the user's turns too."""
+    openers: tuple[str, ...] = ()
+    """Beginnings of first user turns, taken in turn, that the target completes: for variety, where it would begin most
+    conversations alike. Empty: it writes the turn from its first word."""
     tokens: Count = 200_000
     """Stop after so many generated tokens."""
     rows: Count | None = None

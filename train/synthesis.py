@@ -48,6 +48,8 @@ class Conversation:
     role: str = "user"
     turn: list[int] = field(default_factory=list)
     """Tokens sampled in the current turn."""
+    opener: str = ""
+    """What the current turn began with before that."""
     exchanges: int = 0
     sampled: int = 0
 
@@ -158,7 +160,7 @@ class Block:
         self.eos = frozenset(target.eos_token_ids)
         self.self_written = prompts is None
         self.finished: list[dict[str, Any]] = []
-        self.opening = None if prompts else self._user_prefix([])
+        self.openings = [] if prompts else self._openings()
         started = [self._start(p) for p in prompts] if prompts else [self._start(None) for _ in range(options.batch)]
         self.rows: list[Conversation | None] = list(started)
         self.columns = min(options.columns, target.max_positions)
@@ -166,10 +168,10 @@ class Block:
             longest = max(len(c.ids) for c in started)
             turns = max(len(c.given or []) for c in started) + 1
             self.columns = min(target.max_positions, longest + turns * (options.max_new_tokens + 64))
-        elif self.columns < LEAST_ROOM + len(self.opening or []):
+        elif self.columns < self._least_room():
             raise UserError(
                 f"synthesis.columns={self.columns} leaves no room for a conversation; at least "
-                f"{LEAST_ROOM + len(self.opening or [])} are needed"
+                f"{self._least_room()} are needed"
             )
 
     @torch.inference_mode()
@@ -228,7 +230,7 @@ class Block:
         fresh = False
         if conversation.read == len(conversation.ids):  # everything dictated is read: the sample counts
             fresh = self._accept(b, conversation, choice)
-            if self.rows[b] is None and self.self_written and room >= LEAST_ROOM + len(self.opening or []):
+            if self.rows[b] is None and self.self_written and room >= self._least_room():
                 self.rows[b], fresh = self._start(None), True
             conversation = self.rows[b]
             if conversation is None:
@@ -246,7 +248,7 @@ class Block:
             conversation.mask.append(int(conversation.role == "assistant"))
         if not ended and len(conversation.turn) < limit:
             return False
-        text = self._decode(conversation.turn[:-1] if ended else conversation.turn)
+        text = conversation.opener + self._decode(conversation.turn[:-1] if ended else conversation.turn)
         if conversation.role == "user":
             return self._end_user(b, conversation, text.strip())
         conversation.messages.append({"role": "assistant", "content": text})
@@ -287,7 +289,7 @@ class Block:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, conversation.ids, strict=False)))
         conversation.mask = conversation.mask[:same] + [0] * (len(ids) - same)
         conversation.read = 0 if fresh else conversation.read
-        conversation.ids, conversation.turn, conversation.role = list(ids), [], role
+        conversation.ids, conversation.turn, conversation.role, conversation.opener = list(ids), [], role, ""
         return fresh
 
     def _read(self, conversation: Conversation | None, count: int) -> list[int]:
@@ -298,8 +300,8 @@ class Block:
     def _start(self, prompt: list[dict[str, str]] | None) -> Conversation:
         self.shard.asked += 1
         if prompt is None:
-            assert self.opening is not None
-            return Conversation([], None, list(self.opening), [0] * len(self.opening))
+            opener, ids = self.openings[(self.shard.asked - 1) % len(self.openings)]
+            return Conversation([], None, list(ids), [0] * len(ids), opener=opener)
         first = _first_user(prompt) + 1
         messages = prompt[:first]
         ids = self.target.render(messages)
@@ -330,6 +332,16 @@ class Block:
     def _drop(self, b: int, reason: str) -> None:
         self.shard.dropped[reason] += 1
         self.rows[b] = None
+
+    def _openings(self) -> list[tuple[str, list[int]]]:
+        """What first user turns begin with, and the tokens of a conversation up to there."""
+        prefix, tokenizer = self._user_prefix([]), self.target.tokenizer
+        return [
+            (o, prefix + list(tokenizer.encode(o, add_special_tokens=False))) for o in self.options.openers or ("",)
+        ]
+
+    def _least_room(self) -> int:
+        return LEAST_ROOM + max((len(ids) for _, ids in self.openings), default=0)
 
     def _user_prefix(self, messages: list[dict[str, str]]) -> list[int]:
         """The template up to where the user's next words would stand."""
@@ -397,6 +409,8 @@ def _next_prompts(
 def _settings(recipe: Recipe, target: Target, prompts: list[list[dict[str, str]]] | None) -> dict[str, Any]:
     """What the text depends on; a run with more tokens or rows continues the same text."""
     options = {k: v for k, v in asdict(recipe.synthesis).items() if k not in ("folder", "tokens", "rows", "prompts")}
+    if openers := options.pop("openers"):
+        options["openers"] = list(openers)  # as the manifest gives them back
     text = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16] if prompts else None
     fingerprint = {k: target.fingerprint[k] for k in ("config", "tokenizer", "template", "weights")}
     return {"seed": recipe.seed, **options, "prompts": text, "dtype": str(target.dtype), "target": fingerprint}
@@ -412,11 +426,11 @@ def _open_manifest(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         except json.JSONDecodeError as error:
             raise UserError(f"{path} is damaged ({error}); delete {folder} to start anew") from error
         stored = manifest["settings"]
-        different = [k for k in settings if stored.get(k) != settings[k]]
+        different = [k for k in {**settings, **stored} if stored.get(k) != settings.get(k)]
         if different:
             key = different[0]
             raise UserError(
-                f"synthesis.folder={folder} holds text made with {key}={stored.get(key)}, not {settings[key]}; "
+                f"synthesis.folder={folder} holds text made with {key}={stored.get(key)}, not {settings.get(key)}; "
                 "choose another folder or delete this one"
             )
     good = []

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import arms, caveats, engine, exactness
-from decode.arms import Run
-from decode.evaluate import evaluate, identity
+from decode.arms import Arm, Run
+from decode.evaluate import _interleaved, evaluate, identity
 from decode.prompts import Prompt
 from decode.report import render_html
 from decode.sampling import SamplingParams
@@ -152,6 +152,13 @@ def test_arms_interleave_there_and_back(target, prompts, scripted_engine):
     assert [call[0] for call in scripted_engine] == [None, a, b, b, a, None]
     assert [call[3] for call in scripted_engine] == [0, 0, 0, 1, 1, 1]
     assert len({tuple(call[1]) for call in scripted_engine}) == 1
+
+
+def test_hf_generate_stands_in_the_middle_of_each_way_there_and_back():
+    arms = [Arm("plain"), Arm("a"), Arm("hf_generate")]
+    order = [(arm.name, index) for arm, index in _interleaved(arms, 3)]
+    assert order[:5] == [("plain", 0), ("a", 0), ("hf_generate", 0), ("a", 1), ("plain", 1)]
+    assert order[5:] == [("plain", 2), ("a", 2), ("hf_generate", 2)]
 
 
 def test_an_interrupted_evaluation_resumes(target, prompts, scripted_engine, tmp_path, monkeypatch):

@@ -128,7 +128,12 @@ def test_more_tokens_continue_the_same_text(chatty, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "key"), [({"temperature": 0.5}, "temperature=0.8, not 0.5"), ({"seed": 3}, "seed=0, not 3")]
+    ("change", "key"),
+    [
+        ({"temperature": 0.5}, "temperature=0.8, not 0.5"),
+        ({"seed": 3}, "seed=0, not 3"),
+        ({"openers": ["The fox"]}, r"openers=None, not \['The fox'\]"),
+    ],
 )
 def test_text_of_other_settings_is_refused(chatty, target, tmp_path, change, key):
     synthesize(recipe_for(tmp_path, tokens=50), chatty)
@@ -138,7 +143,7 @@ def test_text_of_other_settings_is_refused(chatty, target, tmp_path, change, key
         synthesize(recipe_for(tmp_path, tokens=50), target)
 
 
-@pytest.mark.parametrize("mode", ["self-written", "prompts"])
+@pytest.mark.parametrize("mode", ["self-written", "openers", "prompts"])
 def test_text_is_what_the_target_says(chatty, tmp_path, monkeypatch, mode):  # pitfall 3
     if mode == "prompts":
         turns = [[f"{one} {two}", two, one] for one in WORDS for two in WORDS]
@@ -147,6 +152,8 @@ def test_text_is_what_the_target_says(chatty, tmp_path, monkeypatch, mode):  # p
         options = {"prompts": path, "temperature": 0.0, "tokens": 1000, "batch": 40}
     else:  # users by chance, so that rows differ; answers greedy, so that they can be compared
         options, right = {"tokens": 700}, Block._sample
+        if mode == "openers":
+            options["openers"] = ["The fox", "one two\n\n"]
 
         def sample(block, logits):
             answers = torch.tensor([row is not None and row.role == "assistant" for row in block.rows])
@@ -166,6 +173,8 @@ def test_text_is_what_the_target_says(chatty, tmp_path, monkeypatch, mode):  # p
             assert text == row["messages"][index]["content"]
             checked, at_depth[k] = checked + 1, at_depth[k] + 1
     assert checked >= 5 and at_depth[1] > 0
+    if mode == "openers":
+        assert {row["messages"][0]["content"][:7] for row in rows} == {"The fox", "one two"}
 
 
 WORDS = ("Hi", "one", "fox", "dog", "Paris", "text", "draft")

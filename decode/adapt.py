@@ -27,6 +27,8 @@ MARGIN = 1.03  # another setting must promise this much more speed before it rep
 SAMPLES = 30  # drafts that a calibration curve is taken to rest on
 PROBE = (16, 0.02, 0.005)  # plain rounds before a draft is tried: so many, and enough for a failure to cost but these
 # shares of the time: the first failure, and each one once failures have doubled the wait
+JUDGE = (16, 8)  # plain rounds before the drafter is asked what it would have drafted, and of how many tokens
+HOPE = 0.85  # of plain decoding's speed must then be likely before a draft is tried
 HORIZON = 64  # drafting rounds over which the reading of what waited for the drafter must pay
 SLOWEST = 0.06  # share of what a round shows about a setting's cost that is believed, once much is known
 RECHECK = 25  # drafting rounds before a plain one shows what drafting is compared with, where the two are close
@@ -105,6 +107,8 @@ class Adaptive:
         cheapest = min((c.ms for c in candidates if c.settings.nodes), default=0.0) / self.cost[self.off]
         self.gap = self.patience = max(PROBE[0], int((cheapest - 1) / PROBE[1]))
         self.probing = False
+        self.judging, self.judgeable = 0, False  # tokens asked about now; whether the drafter ever answered
+        self.first = next((i for i, s in enumerate(self.settings) if s.kind == "chain" and s.length), self.off)
 
     @property
     def cost(self) -> np.ndarray:
@@ -141,10 +145,17 @@ class Adaptive:
             self.streak = 0
         self.current, self.probing, used = best, False, best
         affordable = self.behind <= PROBE[1] * self.streak * self.cost[self.off]  # milliseconds
-        if best == self.off and self.streak >= self.gap and affordable:
-            drafting = np.where(np.arange(len(rates)) == self.off, 0, rates)
+        drafting = np.where(np.arange(len(rates)) == self.off, 0, rates)
+        hopeful = not self.judgeable or drafting.max() > HOPE * rates[self.off]
+        self.judging = 0
+        if best == self.off and affordable and self.streak >= self.gap and hopeful:
             self.probing, used = True, int(np.argmax(drafting))
-        elif self.unchecked >= min(RECHECK, 5 * (1 + self.switches)) * (rates[best] / rates[self.off]) ** 2:
+        elif best == self.off and affordable and self.streak % JUDGE[0] == JUDGE[0] - 1:
+            self.judging = max(1, JUDGE[1] // requests)
+        elif (
+            used != self.off
+            and self.unchecked >= min(RECHECK, 5 * (1 + self.switches)) * (rates[best] / rates[self.off]) ** 2
+        ):
             used = self.off
         self.streak += 1
         self.unchecked = 0 if used == self.off else self.unchecked + 1
@@ -157,9 +168,20 @@ class Adaptive:
         if drafted:
             if self.probing:
                 self._judge_probe(rounds)
-            evidence = FORGET * self.evidence + sum(map(self._likelihood, drafted))
-            self.evidence = np.maximum(evidence - evidence.max(), -DOUBT)
-        self._learn_cost(rounds)
+            self._learn(sum(map(self._likelihood, drafted)), 1)
+        if drafted or not self.judging:  # else the drafter's reading is in the time
+            self._learn_cost(rounds)
+
+    def judged(self, right: int, seen: int) -> None:
+        """Takes how many of so many tokens the drafter would have drafted while it was off."""
+        if seen and self.first != self.off:
+            self.judgeable = True
+            p = self.survival[self.first, :, 0].clip(1e-4, 1 - 1e-4)
+            self._learn(right * np.log(p) + (seen - right) * np.log1p(-p), seen)
+
+    def _learn(self, likelihood: np.ndarray, rounds: int) -> None:
+        evidence = FORGET**rounds * self.evidence + likelihood
+        self.evidence = np.maximum(evidence - evidence.max(), -DOUBT)
 
     def _asked(self, round: Round) -> int:
         return (round.settings or self.settings[self.used]).length

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.engine import Block, Decoding, Generation, Policy, Request, Round, lazy_where_off
+from decode.engine import Block, Decoding, Generation, Policy, Request, Round, ask, lazy_where_off
 from decode.pool import PAGE, PagePool, Seat
 from drafters.base import Drafter, DraftSettings, DraftTree
 from drafters.errors import UserError
@@ -186,9 +186,10 @@ class Batch:
         """How much each request drafts in this round; a policy that several share is asked once."""
         if self.drafter is None:
             return dict.fromkeys(self.serving, OFF)
-        asked = {id(job.run.policy): job.run.policy for job in self.serving}
-        waiting = sum(job.run.waiting for job in self.serving)
-        chosen = {key: policy and policy.choose(len(self.serving), waiting) for key, policy in asked.items()}
+        sharing: dict[int, list[Decoding]] = {}
+        for job in self.serving:
+            sharing.setdefault(id(job.run.policy), []).append(job.run)
+        chosen = {key: (p := runs[0].policy) and ask(p, runs, len(self.serving)) for key, runs in sharing.items()}
         return {job: job.run.draft_settings(chosen[id(job.run.policy)]) for job in self.serving}
 
     @property

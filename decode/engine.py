@@ -282,11 +282,16 @@ class Decoding:
         """Rows that the drafter has put off reading."""
         return self.drafter.waiting(self.state) if isinstance(self.drafter, Lazy) else 0
 
+    def judge(self, rows: int) -> tuple[int, int]:
+        """Of the last tokens written, how many the drafter would have drafted, and of how many; see `Lazy.judge`."""
+        rows = min(rows, len(self.out.tokens) - 1)
+        return self.drafter.judge(self.state, rows) if isinstance(self.drafter, Lazy) else (0, 0)
+
     def propose(self) -> DraftTree:
         """The drafter's guesses for the next round."""
         if self.drafter is None:
             return DraftTree.empty(self.target.device)
-        settings = self.draft_settings(None if self.policy is None else self.policy.choose(1, self.waiting))
+        settings = self.draft_settings(None if self.policy is None else ask(self.policy, [self], 1))
         return self.drafter.propose(self.state, settings, self.sampling.temperature, self.generator)
 
     def draft_settings(self, chosen: DraftSettings | None) -> DraftSettings:
@@ -412,6 +417,17 @@ class Decoding:
 def _synchronized_clock() -> float:
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def ask(policy: Policy, runs: Sequence[Decoding], requests: int) -> DraftSettings:
+    """What the policy of these requests, out of so many that share a step, gives them; answers what it wants to know.
+
+    A policy with `judging` > 0 wants to know of so many tokens of each whether they would have been drafted.
+    """
+    settings = policy.choose(requests, sum(run.waiting for run in runs))
+    for run in runs if getattr(policy, "judging", 0) else ():
+        policy.judged(*run.judge(policy.judging))  # type: ignore[attr-defined]
+    return settings
 
 
 def lazy_where_off(drafter: Drafter | None, settings: DraftSettings | Policy | None) -> Drafter | None:

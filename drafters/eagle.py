@@ -282,10 +282,23 @@ class EagleDrafter(nn.Module):
 
         Keys and values of the one layer need no attention, so only the last row goes through all of it.
         """
-        M = len(tokens)
-        positions = torch.arange(state.length, state.length + M, device=tokens.device)[None]
-        state.out = self._cached(state, tokens[None], self.fuse(features), positions, None, state.length, 1)
+        self._read(state, tokens, features, 1)
+
+    def first_drafts(self, state: "EagleState", tokens: Tensor, features: Features, rows: int) -> Tensor:
+        """Like `extend`; says which token it would have drafted first after each of the last rows, (rows,)."""
+        return self.to_target(self.logits(self._read(state, tokens, features, rows)[0]).argmax(-1))
+
+    def _read(self, state: "EagleState", tokens: Tensor, features: Features, last: int) -> Tensor:
+        """Commits the rows; outputs of the last ones, (1, last, H)."""
+        M, end = len(tokens), state.length + len(tokens)
+        positions = torch.arange(state.length, end, device=tokens.device)[None]
+        mask = None
+        if last > 1:  # each of them sees what came before it
+            mask = torch.ones(last, end, dtype=torch.bool, device=tokens.device).tril(end - last)[None, None]
+        out = self._cached(state, tokens[None], self.fuse(features), positions, mask, state.length, last)
+        state.out = out[:, -1:]
         state.length += M
+        return out
 
     def propose(
         self,

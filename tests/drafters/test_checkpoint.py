@@ -414,6 +414,11 @@ def test_a_token_map_outside_the_vocabulary(target, tmp_path):
 # ---- another target
 
 
+def test_another_template_alone_is_told_in_the_singular(target, saved, monkeypatch):
+    monkeypatch.setitem(target.fingerprint, "template", "other")
+    assert "whose template differs from" in load_drafter(saved, target).meta["warnings"][0]
+
+
 def test_another_target_is_a_warning(target, saved, capsys):
     other = make_target(layers=3, seed=9)
     drafter = load_drafter(saved, other)

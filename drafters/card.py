@@ -39,16 +39,17 @@ target only.
 
 ```python
 from decode.engine import generate
-from drafters.checkpoint import load_drafter
+{imports}from drafters.checkpoint import load_drafter
 from drafters.target import load_target
 
 target = load_target({target})
 drafter = load_drafter("PATH_OF_THIS_FOLDER", target)
-print(generate(target, drafter, "Why is the sky blue?", max_new_tokens=64).text)
+{call}
 ```
 
 {servers}
 """
+CALL = 'print(generate(target, drafter, "Why is the sky blue?", max_new_tokens=64).text)'
 ADAPTED = """\
 the text is that of the *adapted* target. These heads
 were trained together with the LoRA adapter in `adapter/`, which changes the target{moved}"""
@@ -176,6 +177,8 @@ def model_card(
         header="\n".join(header), kind=kind, short=Path(base).name, table=table,
         measured=_measured_text(meta, results), target=json.dumps(name), servers=_servers_text(meta, servers),
         text=adapted if meta.get("adapter") else "the text stays its own",
+        imports="from drafters.adapter import adapted\n" if meta.get("adapter") else "",
+        call=f"with adapted(drafter):\n    {CALL}" if meta.get("adapter") else CALL,
     )  # fmt: skip
 
 

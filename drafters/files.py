@@ -63,6 +63,9 @@ def partial_folder(folder: str | Path) -> Iterator[Path]:
         yield partial
     except UserError as error:
         raise UserError(str(error).replace(str(partial), str(folder))) from error
+    except OSError as error:
+        error.filename = error.filename and str(error.filename).replace(str(partial), str(folder))
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

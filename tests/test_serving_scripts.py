@@ -2,16 +2,18 @@
 
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from decode.engine import generate
 from decode.evaluate import evaluate
 from decode.prompts import load_prompts
 from decode.report import write_report
 from drafters import card
-from drafters.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
+from drafters.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted, read_adapter
 from drafters.base import DraftSettings
 from drafters.build import build_eagle, build_medusa
 from drafters.checkpoint import load_drafter, save_drafter
@@ -149,11 +151,19 @@ def test_figures_of_another_target_are_refused_and_the_provenance_is_kept(comman
     assert "whose weights differ" in load_drafter(tmp_path / "x", other).meta["warnings"][0]
 
 
-def test_a_card_of_heads_that_change_the_target_says_so(command, medusa2, tmp_path):
+def test_a_card_of_heads_that_change_the_target_says_so(command, target, medusa2, tmp_path, monkeypatch, capsys):
     run, report = medusa2
     command(export, run, "--to", "hub", "--report", report, "--out", tmp_path / "x")
     page, told = (tmp_path / "x" / "README.md").read_text(), json.loads((report / "report.json").read_text())
     assert "text is that of the *adapted* target" in page and "stays its own" not in page
+    snippet = page.partition("```python\n")[2].partition("```")[0].replace("PATH_OF_THIS_FOLDER", str(tmp_path / "x"))
+    said: dict[str, Any] = {}
+    with monkeypatch.context() as patched:
+        patched.setattr("drafters.target.load_target", lambda name: target)
+        exec(snippet, said)
+    with adapted(said["drafter"]):
+        text = generate(target, None, "Why is the sky blue?", max_new_tokens=64).text
+    assert capsys.readouterr().out == text + "\n"
     assert "`adapter/`, which changes the target" in page and "| adapted target, plain |" in page
     moved, plain = told["drafters"]["two"]["target_kl"], next(a for a in told["arms"] if a["name"] == "plain+two")
     assert f"(by {moved:.3g} nats a token" in page and f"| tokens/s | {plain['tokens_per_second']:.1f} |" in page

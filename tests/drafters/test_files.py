@@ -28,6 +28,9 @@ def test_errors_name_the_folder_that_was_asked_for(tmp_path):
     with pytest.raises(UserError) as error, partial_folder(tmp_path / "out") as folder:
         raise UserError(f"{folder / CONFIG}: wrong")
     assert str(error.value) == f"{tmp_path / 'out' / CONFIG}: wrong"
+    with pytest.raises(OSError) as full, partial_folder(tmp_path / "out") as folder:
+        (folder / "no" / CONFIG).write_text("")
+    assert full.value.filename == str(tmp_path / "out" / "no" / CONFIG)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt"])

@@ -26,12 +26,13 @@ def meta_of(drafter: Any) -> dict[str, Any]:
 
 
 def describe_drafter(drafter: Any) -> dict[str, Any]:
-    """A drafter's kind and, from `headstart.json`, its target's fingerprint, data size and training estimate."""
+    """A drafter's kind, its weights' digest and, from `headstart.json`, its target, data size and training estimate."""
     meta = meta_of(drafter)
     data = meta.get("data") or {}
     samples = next((data[k] for k in ("samples", "rows", "conversations", "examples") if k in data), None)
     return {
         "kind": getattr(drafter, "kind", type(drafter).__name__),
+        "weights": getattr(drafter, "digest", None) or None,  # by which a model card finds it, whatever its name
         "training_samples": samples,
         "training_tokens": data.get("tokens"),
         "expected_tau": expected_tau(data.get("tokens")),

@@ -78,7 +78,7 @@ def rollout(rows: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> di
 
     Args:
         rows: from `plan`.
-        context: `acceptance_by_context` of the measured arm.
+        context: `by_context` of the measured arm.
 
     Returns:
         stages (shares of traffic for the speculative servers beside the baseline), max_concurrency (None: nowhere worth
@@ -99,5 +99,5 @@ def rollout(rows: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> di
         "max_concurrency": last["concurrency"],
         "length": last["length"],
         "switch_off_tau": last["break_even"],
-        "contexts": sorted(context),
+        "contexts": sorted(context, key=lambda span: int(span.partition("-")[0])),
     }

@@ -8,6 +8,7 @@ before it reports success.
 
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,31 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafters.adapter import ADAPTER, read_adapter
 from drafters.base import DraftSettings
 from drafters.build import TrainedDrafter, pack_drafter
 from drafters.eagle import NORMS, EagleConfig, EagleDrafter
 from drafters.errors import UserError
-from drafters.files import CONFIG, META, WEIGHTS, partial_folder, read_folder, read_json, read_weights, write_json
+from drafters.files import (
+    CONFIG,
+    META,
+    WEIGHTS,
+    partial_folder,
+    read_folder,
+    read_json,
+    read_weights,
+    write_json,
+    write_weights,
+)
 from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.readers import TAPS, Checkpoint, kind_of, norms_of, read_checkpoint
-from drafters.target import Features, Target
+from drafters.target import Features, Target, weights_digest
 from drafters.vocab import from_offsets, to_offsets
 
 Table = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensor name -> shape, dtype
@@ -52,7 +64,7 @@ def save_drafter(drafter: TrainedDrafter, folder: str | Path, target: Target, me
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with partial_folder(folder) as temporary:
-        save_file(native_tensors(drafter), temporary / WEIGHTS, metadata={"format": "pt"})
+        write_weights(temporary / WEIGHTS, native_tensors(drafter))
         write_json(temporary / CONFIG, native_config(drafter, target))
         sidecar = {"kind": drafter.kind, "target": target.fingerprint, **meta}
         if drafter.kind == "eagle1" and drafter.draft_ids is not None:
@@ -98,14 +110,11 @@ def load_drafter(
         target.check_taps(drafter.taps)
     state = {_module_name(kind, name): w for name, w in weights.items() if name not in ("d2t", "t2d", "token_map")}
     drafter.load_state_dict(state, strict=True)
+    drafter.digest = weights_digest(state | ({} if draft_ids is None else {"draft_ids": draft_ids}))
     drafter.to(device=target.device, dtype=dtype or target.compute_dtype)  # the id buffer keeps its integers
     drafter.eval().requires_grad_(False)
     drafter.meta = meta
-    if "draft" in meta:
-        try:
-            drafter.default_settings = DraftSettings(**meta["draft"])
-        except TypeError as error:
-            raise UserError(f"{folder / META}: draft={meta['draft']!r} are no draft settings ({error})") from error
+    drafter.default_settings = draft_settings(meta, folder) or drafter.default_settings
     drafter.bind(target)
     if target.is_packed and pack:
         pack_drafter(drafter, target.dtype)  # EAGLE-1's head too, which is the target's
@@ -113,11 +122,22 @@ def load_drafter(
     if isinstance(drafter, MedusaDrafter) and (meta.get("adapter") or (folder / ADAPTER).is_dir()):
         drafter.adapter = read_adapter(folder / ADAPTER, target)
         meta["adapter"] = drafter.adapter.digest()
+        drafter.digest += f"+{meta['adapter']}"
         if (meta.get("target") or {}).get("weights") != target.fingerprint["weights"]:
             meta["warnings"].append("its adapter was trained on other weights than this target's; expect poor text")
     for line in meta["warnings"]:
         print(f"warning: {folder}: {line}", file=sys.stderr)
     return drafter
+
+
+def draft_settings(meta: dict[str, Any], folder: Path) -> DraftSettings | None:
+    """The settings that `headstart.json` asks for, if any; raises `UserError` where they are none."""
+    if "draft" not in meta:
+        return None
+    try:
+        return DraftSettings(**meta["draft"])
+    except TypeError as error:
+        raise UserError(f"{folder / META}: draft={meta['draft']!r} are no draft settings ({error})") from error
 
 
 def expected_tensors(drafter: TrainedDrafter) -> Table:
@@ -214,6 +234,7 @@ def native_config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
     e, c = drafter.config, drafter.config.llama
     rope = dict(c.rope_parameters)
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    own_limit = rope.get("rope_type") in ("dynamic", "longrope")  # whose angles follow from it
     config = {
         "architectures": ["LlamaForCausalLMEagle3" if e.version == 3 else "LlamaForCausalLM"],
         "model_type": "llama",
@@ -223,11 +244,12 @@ def native_config(drafter: TrainedDrafter, target: Target) -> dict[str, Any]:
         "num_attention_heads": c.num_attention_heads,
         "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": c.hidden_act,
         "rms_norm_eps": c.rms_norm_eps,
         "attention_bias": False,
         "mlp_bias": False,
-        "max_position_embeddings": c.max_position_embeddings,
+        # servers end their rotary cache there, or refuse longer contexts
+        "max_position_embeddings": c.max_position_embeddings if own_limit else target.max_positions,
         # legacy keys: older servers read nothing else and silently fall back to 10000
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling,
@@ -265,6 +287,8 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
             )
             return (HydraDrafter if kind == "hydra" else MedusaDrafter)(MedusaConfig(*shape), draft_ids)
         rope = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | {"rope_theta": config["rope_theta"]}
+        _check_known(folder, "hidden_act", config.get("hidden_act", "silu"), ACT2FN)
+        _check_known(folder, "rope_type", rope["rope_type"], ("default", *ROPE_INIT_FUNCTIONS))
         skip = ("rope_theta", "rope_scaling", "architectures", "eagle_config", "model_type")
         llama = LlamaConfig(**{k: v for k, v in config.items() if k not in skip}, rope_parameters=rope)
         size = llama.vocab_size if draft_ids is None else len(draft_ids)
@@ -277,6 +301,13 @@ def _skeleton(kind: str, config: dict[str, Any], draft_ids: Tensor | None, folde
         raise UserError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{folder / CONFIG}: key {error} is missing or of the wrong kind") from error
+
+
+def _check_known(folder: Path, key: str, value: Any, known: Iterable[str]) -> None:
+    if value not in list(known):
+        raise UserError(
+            f"{folder / CONFIG}: {key}={value!r} is not known; one of {', '.join(sorted(known))} is allowed"
+        )
 
 
 def _draft_ids(kind: str, weights: dict[str, Tensor], meta: dict[str, Any], vocab_size: int) -> Tensor | None:
@@ -316,9 +347,10 @@ def _mismatches(stored: dict[str, Any] | None, target: Target) -> list[str]:
     parts = [p for p in ("config", "tokenizer", "template", "weights") if stored.get(p) != target.fingerprint[p]]
     if not parts:
         return []
-    made_for = stored.get("name")
+    verb = "differ" if len(parts) > 1 or parts == ["weights"] else "differs"
     return [
-        f"made for {made_for!r}, whose {', '.join(parts)} differ from {target.name!r}; output is exact, speed may fall"
+        f"made for {stored.get('name')!r}, whose {', '.join(parts)} {verb} from {target.name!r}; "
+        "output is exact, speed may fall"
     ]
 
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from drafters.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from drafters.checkpoint import load_drafter, table_of
+from drafters.checkpoint import draft_settings, load_drafter, table_of
 from drafters.errors import UserError
 from drafters.files import RawFolder, read_folder
 from drafters.readers import TAPS, Checkpoint, read_checkpoint
-from drafters.servers import NAMES, SUPPORT, findings
+from drafters.servers import NAMES, SUPPORT, findings, homes
 from drafters.target import Target
 
 
@@ -26,12 +26,14 @@ def describe(folder: str | Path, target: Target | None = None) -> list[str]:
     """
     raw = read_folder(folder)
     found = read_checkpoint(raw, target)
+    broken = _broken(found, raw)
+    why = "broken (reason above)" if broken else ""
     lines = [
         f"{folder}: {found.kind}, {found.layout}",
         *_facts(raw, found),
         *(f"note: {note}" for note in found.notes),
         *(f"suspicious: {line}" for line in found.warnings + _suspicious(found)),
-        *(f"broken: {line}" for line in _broken(found, raw)),
+        *(f"broken: {line}" for line in broken),
     ]
     if target is not None:
         try:
@@ -40,7 +42,18 @@ def describe(folder: str | Path, target: Target | None = None) -> list[str]:
             lines += [f"loads for {target.name!r}", *told]
         except UserError as error:
             lines.append(f"does not load for {target.name!r}: {error}")
-    return lines + ["servers:"] + _servers(raw, found.kind)
+            why = why or f"does not load for {target.name!r} (reason above)"
+    layers = None if target is None else target.num_layers
+    return [
+        *lines,
+        "servers:",
+        *([f"  {NAMES[s]}: will not: {why}" for s in SUPPORT] if why else _servers(raw, found, layers)),
+    ]
+
+
+def is_broken(lines: list[str]) -> bool:
+    """Whether `describe` found the drafter unusable."""
+    return any(line.startswith(("broken:", "does not load")) for line in lines)
 
 
 def _facts(raw: RawFolder, found: Checkpoint) -> list[str]:
@@ -84,6 +97,7 @@ def _draft_ids(weights: dict[str, Tensor]) -> Tensor | None:
 def _broken(found: Checkpoint, raw: RawFolder) -> list[str]:
     """Tensors that are missing, unknown or of the wrong shape, and values that are no numbers."""
     try:
+        draft_settings(found.meta, raw.folder)
         table = table_of(found, raw.folder)
     except UserError as error:
         return [str(error)]
@@ -97,16 +111,16 @@ def _broken(found: Checkpoint, raw: RawFolder) -> list[str]:
     return lines + [f"{n} holds NaN or infinity" for n, w in found.weights.items() if not torch.isfinite(w).all()]
 
 
-def _servers(raw: RawFolder, kind: str) -> list[str]:
+def _servers(raw: RawFolder, found: Checkpoint, layers: int | None) -> list[str]:
     lines, exportable = [], []
+    possible = homes(found.kind, found.config, found.weights, layers)
     for server in SUPPORT:
-        told = findings(raw, kind, server)
+        told = findings(raw, found.kind, server)
         stops = [why for bad, why in told if bad]
         reasons = stops or [why for bad, why in told if not bad]
         verdict = "will not" if stops else "will load"
         lines.append(f"  {NAMES[server]}: {verdict}" + (f": {'; '.join(reasons)}" if reasons else ""))
-        inherent = any("draft_vocab=null" in why or "always taps" in why for why in stops)
-        if stops and kind in SUPPORT[server] and not inherent:
+        if stops and server in possible:
             exportable.append(server)
     if exportable:
         lines.append(f"scripts/export.py writes what these read: --to {', '.join(exportable)}")

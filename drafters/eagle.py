@@ -107,6 +107,7 @@ class EagleDrafter(nn.Module):
         self.config, self.kind = config, f"eagle{config.version}"
         self.taps = config.taps
         self.meta: dict[str, Any] = {}
+        self.digest = ""  # of the weights (and adapter) it was loaded with, the same in every layout
         self.default_settings: DraftSettings | None = None
         llama, H = config.llama, config.llama.hidden_size
         layer = EagleLayer(llama, config.version)

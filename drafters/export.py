@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters.adapter import ADAPTER
@@ -20,18 +19,27 @@ from drafters.build import TrainedDrafter
 from drafters.checkpoint import Table, load_drafter, native_config, native_tensors
 from drafters.eagle import NORMS, EagleDrafter
 from drafters.errors import UserError
-from drafters.files import CONFIG, META, WEIGHTS, RawFolder, partial_folder, read_json, read_weights, write_json
+from drafters.files import (
+    CONFIG,
+    META,
+    WEIGHTS,
+    RawFolder,
+    partial_folder,
+    read_json,
+    read_weights,
+    write_json,
+    write_weights,
+)
 from drafters.locate import resolve_path
 from drafters.medusa import MedusaDrafter
 from drafters.readers import TAPS
 from drafters.rebuild import rebuilt_logits
-from drafters.servers import NAMES, check_pair, findings
+from drafters.servers import HOT_TOKENS, NAMES, check_pair, findings, homes
 from drafters.target import Features, Target
 from drafters.vocab import from_offsets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = 1e-4
-HOT_TOKENS = "hot_token_ids.pt"
 
 
 def export(run: str | Path, server: str, out: str | Path, target: Target, dtype: str = "float32") -> Path:
@@ -51,12 +59,22 @@ def export(run: str | Path, server: str, out: str | Path, target: Target, dtype:
         raise UserError(f"--dtype {dtype}: {' or '.join(DTYPES)} is allowed")
     with new_folder(out) as folder:
         drafter = load_drafter(run, target, pack=False, dtype=torch.float32)
-        check_pair(server, drafter.kind)
+        check_pair(server, *native_form(drafter, target))
         for weight in drafter.parameters():
             weight.data = weight.data.to(DTYPES[dtype]).float()  # what is exported is what is checked
         _write(drafter, server, folder, target, dtype)
         check_export(folder, server, drafter, target)
     return Path(out)
+
+
+def native_form(drafter: TrainedDrafter, target: Target) -> tuple[str, dict[str, Any], dict[str, Tensor], int]:
+    """What `drafters.servers.obstacles` asks about a drafter: kind, config, tensors, layers of its target."""
+    return drafter.kind, native_config(drafter, target), native_tensors(drafter), target.num_layers
+
+
+def homes_of(drafter: TrainedDrafter, target: Target) -> list[str]:
+    """The servers that `export` writes this drafter for."""
+    return homes(*native_form(drafter, target))
 
 
 @contextmanager
@@ -69,7 +87,11 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     out = fresh_folder(out)
     with partial_folder(out) as folder:
         yield folder
-        folder.replace(out)
+        try:
+            folder.replace(out)
+        except OSError:
+            fresh_folder(out)  # another export was quicker
+            raise
 
 
 def fresh_folder(out: str | Path) -> Path:
@@ -78,9 +100,11 @@ def fresh_folder(out: str | Path) -> Path:
     Raises:
         UserError: something is there already; servers read every weight file of a folder.
     """
+    if not str(out):
+        raise UserError("--out is empty; name a new folder")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists and is not an empty folder; name a new one")
+        raise UserError(f"--out {out} already exists and is not an empty folder; name a new one")
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -95,7 +119,7 @@ def _write(drafter: TrainedDrafter, server: str, folder: Path, target: Target, d
     }
     config = native_config(drafter, target) | {"torch_dtype": dtype}
     if isinstance(drafter, EagleDrafter):
-        config = _eagle_config(drafter, server, config, target)
+        config = _eagle_config(drafter.kind, server, config, target)
         if server == "sglang" and drafter.kind == "eagle1":  # it builds fc with a bias; a missing one stays random
             tensors.setdefault("fc.bias", torch.zeros(config["hidden_size"], dtype=DTYPES[dtype]))
         if server == "speculators":  # its own files carry the embedding
@@ -109,10 +133,7 @@ def _write(drafter: TrainedDrafter, server: str, folder: Path, target: Target, d
                 tensors = _full_heads(tensors, tensors.pop("token_map"), target.vocab_size)
     name = weight_file(server, drafter.kind)
     tensors = {n: w.contiguous() for n, w in tensors.items()}
-    if name.endswith(".pt"):
-        torch.save(tensors, folder / name)
-    else:
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+    write_weights(folder / name, tensors)
     write_json(folder / CONFIG, config)
     meta = {k: v for k, v in drafter.meta.items() if k not in ("warnings", "notes")}
     if drafter.draft_ids is not None and drafter.kind != "eagle3":
@@ -159,10 +180,10 @@ def server_name(name: str, drafter: TrainedDrafter, server: str) -> str:
     return name
 
 
-def _eagle_config(drafter: EagleDrafter, server: str, config: dict[str, Any], target: Target) -> dict[str, Any]:
+def _eagle_config(kind: str, server: str, config: dict[str, Any], target: Target) -> dict[str, Any]:
     if config["rope_scaling"]:  # older readers know the key as "type"
         config["rope_scaling"] |= {"type": config["rope_scaling"]["rope_type"]}
-    if drafter.kind == "eagle1":
+    if kind == "eagle1":
         if server == "sglang":
             config |= {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
         return config
@@ -171,12 +192,6 @@ def _eagle_config(drafter: EagleDrafter, server: str, config: dict[str, Any], ta
     config["eagle_config"] |= used
     if server == "eagle":
         config["architectures"] = ["LlamaForCausalLM"]
-        L, taps = target.num_layers, drafter.taps
-        if taps != (2, L // 2, L - 3):
-            raise UserError(
-                f"--to eagle: SafeAILab's code always taps layers {[2, L // 2, L - 3]}, but this drafter reads "
-                f"{list(taps)}; it works with --to vllm, sglang, speculators, trtllm"
-            )
     return _speculators_config(config, target) if server == "speculators" else config
 
 

@@ -1,6 +1,8 @@
 """Files of a drafter folder: weights in any of the usual containers (tensors only, never code), and JSON."""
 
+import glob
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -9,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.errors import UserError
@@ -46,14 +49,23 @@ class RawFolder:
 def partial_folder(folder: str | Path) -> Iterator[Path]:
     """An empty folder beside `folder`, to write into until all is proven; gone afterwards.
 
-    Its name is the same each time, so that what a killed process left there goes too.
+    Each process has its own; what a process that is gone left there goes too. Errors name `folder`, as was asked for.
     """
     folder = Path(folder)
-    partial = folder.parent / f".{folder.name}.partial"
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+        owner = left.name.split(".")[-2]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
+    except UserError as error:
+        raise UserError(str(error).replace(str(partial), str(folder))) from error
+    except OSError as error:
+        error.filename = error.filename and str(error.filename).replace(str(partial), str(folder))
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -65,6 +77,8 @@ def read_folder(folder: str | Path) -> RawFolder:
         UserError: no folder, no weights or more than one candidate, unreadable or unsafe files.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file, not a drafter folder")
     meta = read_json(folder / META, missing_ok=True)
     config = read_json(folder / CONFIG)
     if is_native(meta):  # ours is one file with one name: a missing one must not be made up for by another
@@ -134,6 +148,17 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {str(name): weight.contiguous() for name, weight in state.items()}
 
 
+def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Tensors as one file, a pickle where its name ends in .pt; its mode follows the umask."""
+    if path.suffix == ".pt":
+        torch.save(tensors, path)
+        return
+    save_file(tensors, path, metadata={"format": "pt"})
+    mask = os.umask(0o077)  # reading it means setting it
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # safetensors lets nobody but the owner read
+
+
 def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
     """A JSON object; {} where the file may be missing and is.
 
@@ -157,7 +182,10 @@ def read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
 
 
 def _check_kinds(path: Path, values: dict[str, Any]) -> None:
-    """Raises `UserError` where a key that is read here holds another kind of value; null stands for no value."""
+    """Raises `UserError` where a key that is read here holds another kind of value, or a size of nothing.
+
+    null stands for no value.
+    """
     for key, value in values.items():
         kinds = _KINDS.get(key)
         if kinds is None or value is None:
@@ -165,6 +193,8 @@ def _check_kinds(path: Path, values: dict[str, Any]) -> None:
         numbers = not isinstance(value, list) or all(isinstance(item, int) for item in value)
         if not isinstance(value, kinds) or not numbers:
             raise UserError(f"{path}: {key}={value!r:.60} is not {_CALLED[kinds[-1]]}")
+        if kinds == (int,) and isinstance(value, int) and value < 1:
+            raise UserError(f"{path}: {key}={value} must be at least 1")
         if isinstance(value, dict):
             _check_kinds(path, value)
 

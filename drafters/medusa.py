@@ -58,6 +58,7 @@ class MedusaDrafter(nn.Module):
         super().__init__()
         self.config = config
         self.meta: dict[str, Any] = {}
+        self.digest = ""  # of the weights (and adapter) it was loaded with, the same in every layout
         self.adapter: Any = None  # Medusa-2's: a drafters.adapter.Adapter, in training a train.joint.Backbone
         self.default_settings: DraftSettings | None = None
         D = config.hidden_size

@@ -8,10 +8,13 @@ server is healthy and the acceptance is 1.
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.files import RawFolder
 from drafters.readers import TAPS, norms_of
@@ -46,24 +49,74 @@ EAGLE3_ARCHITECTURES = {
 Finding = tuple[bool, str]  # whether it stops the drafter from working there, and why
 
 
-def check_pair(server: str, kind: str) -> None:
-    """Refuses a pair that no writer exists for, and names what does work."""
+HOT_TOKENS = "hot_token_ids.pt"
+"""EAGLE-1's draft vocabulary beside an export for SGLang."""
+
+
+def obstacles(
+    server: str, kind: str, config: dict[str, Any], names: Mapping[str, Tensor], layers: int | None = None
+) -> list[str]:
+    """Why a server can't load a drafter in any layout; empty: `drafters.export` writes it for that server.
+
+    Args:
+        server: a key of `SUPPORT`.
+        kind: of the drafter.
+        config: in our native form, or as it lies in a folder.
+        names: tensors by name, in the same form.
+        layers: L of the target, which SafeAILab's taps follow from; None: not known here.
+    """
+    if kind not in SUPPORT[server]:
+        return [f"loads no {kind} drafter; only {', '.join(SUPPORT[server])}"]
+    llama = config.get("transformer_layer_config", config)
+    if kind == "medusa":
+        mapped = server != "vllm" and "token_map" in names
+        return ["knows no draft vocabulary (token_map); train with drafter.draft_vocab=null"] if mapped else []
+    act = llama.get("hidden_act") or "silu"
+    out = [f"knows hidden_act=silu only, not {act}"] if act != "silu" else []
+    bias = names.get("fc.bias")
+    if server == "vllm" and kind == "eagle1" and bias is not None and bool(bias.any()):
+        out.append("drops fc.bias silently, which is not zero here")
+    if kind == "eagle1":
+        return out
+    ignored = {"sglang": {"norm_before_residual", "norm_output"}, "trtllm": {"norm_before_residual", "fc_norm"}}
+    lost = sorted(set(norms_of(config)) & (set(NORMS) if server == "eagle" else ignored.get(server, set())))
+    out += [f"ignores {', '.join(lost)}"] if lost else []
+    taps, nested = config.get(TAPS) or [], (config.get("eagle_config") or {}).get(TAPS) or []
+    if server in ignored and (0 in taps or -1 in nested):
+        out.append("can't tap the embeddings (layer 0)")
+    if server == "eagle":
+        width = llama.get("num_attention_heads", 0) * (llama.get("head_dim") or 0)
+        if width not in (0, llama.get("hidden_size")):
+            out.append(f"heads x head_dim ({width}) must be the hidden size")
+        L = layers or (taps or [0])[-1] + 3
+        if taps and list(taps) != [2, L // 2, L - 3]:
+            out.append(f"always taps 2, L // 2 and L - 3, and this drafter reads {list(taps)}")
+    return out
+
+
+def homes(kind: str, config: dict[str, Any], names: Mapping[str, Tensor], layers: int | None = None) -> list[str]:
+    """The servers that this drafter can be exported for; arguments as in `obstacles`."""
+    return [server for server in SUPPORT if not obstacles(server, kind, config, names, layers)]
+
+
+def check_pair(
+    server: str, kind: str, config: dict[str, Any], names: Mapping[str, Tensor], layers: int | None = None
+) -> None:
+    """Refuses a server that this drafter can't be written for, and names what does work; as in `obstacles`."""
     if server not in SUPPORT:
         raise UserError(f"--to {server}: one of {', '.join(SUPPORT)}, hub is allowed")
-    if kind not in SUPPORT[server]:
-        homes = [s for s, kinds in SUPPORT.items() if kind in kinds]
-        raise UserError(
-            f"--to {server}: {NAMES[server]} loads no {kind} drafter, only {', '.join(SUPPORT[server])}; "
-            f"{kind} works with --to {', '.join(homes) or 'nothing yet'}"
-        )
+    why = obstacles(server, kind, config, names, layers)
+    if why:
+        works = ", ".join(homes(kind, config, names, layers)) or "nothing yet; it decodes with headstart only"
+        raise UserError(f"--to {server}: {NAMES[server]} {'; '.join(why)}. This drafter works with --to {works}")
 
 
 def findings(raw: RawFolder, kind: str, server: str) -> list[Finding]:
     """What a server would make of this folder as it lies there; empty: it loads, and means what it says."""
+    out: list[Finding] = [(True, why) for why in obstacles(server, kind, raw.config, raw.weights)]
     if kind not in SUPPORT[server]:
-        return [(True, f"loads no {kind} drafter; only {', '.join(SUPPORT[server])}")]
+        return out
     rules = {"eagle3": _eagle3, "eagle1": _eagle1, "medusa": _medusa}[kind]
-    out: list[Finding] = []
     rules(raw, server, lambda bad, stops, why: out.append((stops, why)) if bad else None)
     return out
 
@@ -103,7 +156,6 @@ def _eagle3(raw: RawFolder, server: str, note: Note) -> None:
     llama = config.get("transformer_layer_config", config)
     nested = (config.get("eagle_config") or {}).get(TAPS)
     top = config.get(TAPS)
-    flags = set(norms_of(config))
     V, head = llama.get("vocab_size"), names.get("lm_head.weight")
     size = None if head is None else len(head)
     arch = _architectures(config)
@@ -137,21 +189,11 @@ def _eagle3(raw: RawFolder, server: str, note: Note) -> None:
         note(bool(top) and not nested, True, "reads tap ids from eagle_config only, and takes 2, L // 2, L - 3")
         note(not nested and not top, False, "no tap ids: it takes 2, L // 2, L - 3")
         note(any(n.startswith("layers.0.") for n in names), False, "names layers.0.*: versions before 0.5.14 drop them")
-    if server in ("sglang", "trtllm"):
-        note(0 in (top or []) or -1 in (nested or []), True, "can't tap the embeddings (layer 0)")
-        ignored = flags & {"norm_before_residual", "norm_output" if server == "sglang" else "fc_norm"}
-        note(bool(ignored), True, f"ignores {', '.join(sorted(ignored))}")
     if server == "trtllm":
         note(True, False, f"takes the layers as an argument: eagle3_layers_to_capture {[k - 1 for k in top or []]}")
     if server == "eagle":
-        note(bool(flags), True, f"ignores {', '.join(sorted(flags))}")
         note(any(n.startswith("layers.0.") for n in names), True, "reads midlayer.*, not layers.0.*")
-        width = llama.get("num_attention_heads", 0) * (llama.get("head_dim") or 0)
-        note(width not in (0, llama.get("hidden_size")), True, f"heads x head_dim ({width}) must be the hidden size")
-        taps = top or []
-        fixed = len(taps) == 3 and taps == [2, (taps[2] + 3) // 2, taps[2]]  # for some number of layers L
-        note(bool(taps) and not fixed, True, f"always taps 2, L // 2 and L - 3, and this drafter reads {taps}")
-        note(not taps, False, "always taps 2, L // 2 and L - 3")
+        note(not top, False, "always taps 2, L // 2 and L - 3")
 
 
 def _eagle1(raw: RawFolder, server: str, note: Note) -> None:
@@ -169,7 +211,6 @@ def _eagle1(raw: RawFolder, server: str, note: Note) -> None:
             True,
             f"architectures={arch}, expected LlamaForCausalLM or EagleLlamaForCausalLM",
         )
-        note(bias is not None and bool(bias.any()), True, "drops fc.bias silently, which is not zero here")
     if server == "sglang":
         note("LlamaForCausalLMEagle" not in arch, True, f"architectures={arch}, expected LlamaForCausalLMEagle")
         note(bias is None, True, "fc.bias is missing and would stay random; export writes zeros")
@@ -197,7 +238,6 @@ def _medusa(raw: RawFolder, server: str, note: Note) -> None:
         note(bool(extra), True, f"reads {', '.join(extra)} as its own number of heads or layers")
         return
     note(vllm_names, True, "reads the reference names only (0.0.linear.weight)")
-    note("token_map" in names, True, "knows no draft vocabulary (token_map); train with drafter.draft_vocab=null")
     note(not bias, True, "needs a bias in every block")
     file = "medusa_lm_head.safetensors" if server == "tgi" else "medusa_lm_head.pt"
     note(raw.files != [file], True, f"reads {file}, not {', '.join(raw.files)}")
@@ -208,8 +248,20 @@ def _medusa(raw: RawFolder, server: str, note: Note) -> None:
         note(heads != 5, False, f"its loader builds 5 heads whatever the config says; the file holds {heads}")
 
 
-def launch(server: str, kind: str, target: str, folder: str | Path, length: int, taps: tuple[int, ...] = ()) -> str:
-    """The command that serves a target with an exported drafter as a chain of `length` drafts, or plainly with 0."""
+def launch(
+    server: str,
+    kind: str,
+    target: str,
+    folder: str | Path,
+    length: int,
+    taps: Sequence[int] = (),
+    draft_vocabulary: bool = False,
+) -> str:
+    """The command that serves a target with an exported drafter as a chain of `length` drafts, or plainly with 0.
+
+    Raises:
+        UserError: research code and a converter have none.
+    """
     t, d = shlex.quote(target), shlex.quote(str(folder))
     if server in ("vllm", "speculators"):
         if length == 0:
@@ -220,9 +272,11 @@ def launch(server: str, kind: str, target: str, folder: str | Path, length: int,
     if server == "sglang":
         plain = f"python -m sglang.launch_server --model-path {t}"
         algorithm = "EAGLE3" if kind == "eagle3" else "EAGLE"  # EAGLE on an EAGLE-3 drafter: acceptance 1, no error
+        mapped = kind == "eagle1" and draft_vocabulary
+        tokens = f" --speculative-token-map {shlex.quote(str(Path(folder) / HOT_TOKENS))}" if mapped else ""
         return plain + (
             f" --speculative-algorithm {algorithm} --speculative-draft-model-path {d} --speculative-num-steps {length} "
-            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {length + 1}"
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {length + 1}{tokens}"
             if length
             else ""
         )
@@ -233,11 +287,9 @@ def launch(server: str, kind: str, target: str, folder: str | Path, length: int,
             else (f"text-generation-launcher --model-id {t}")
         )
     if server == "trtllm" and kind == "eagle3":
-        layers = [k - 1 for k in taps]
-        spec = (
-            f"{{speculative_config: {{decoding_type: Eagle3, max_draft_len: {length}, speculative_model: {folder}, "
-            f"eagle3_layers_to_capture: {layers}}}}}"
-        )
+        how = {"decoding_type": "Eagle3", "max_draft_len": length, "speculative_model": str(folder)}
+        how["eagle3_layers_to_capture"] = [k - 1 for k in taps]
+        spec = json.dumps({"speculative_config": how})  # which is YAML too, whatever the path holds
         options = f" --backend pytorch --config <(echo {shlex.quote(spec)})" if length else ""
         return f"trtllm-serve {t}{options}"
     raise UserError(f"{NAMES[server]} with {kind}: no launch line is known")

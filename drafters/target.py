@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -429,15 +429,7 @@ def _refuse_state(name: str, what: str) -> None:
 
 
 def _fingerprint(target: Target) -> dict[str, Any]:
-    """What a drafter was made for: config, tokenizer, template and a hash over sampled weights.
-
-    Weights are sampled in bfloat16, so that one model loaded in two dtypes has one fingerprint.
-    """
-    digest = hashlib.sha256()
-    for key, weight in sorted(target.model.state_dict().items()):
-        flat = weight.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.bfloat16).view(torch.int16).cpu()
-        digest.update(f"{key}{tuple(weight.shape)}{sample.tolist()}".encode())
+    """What a drafter was made for: config, tokenizer, template and a hash over sampled weights."""
     shape = {
         k: v for k, v in sorted(target.config.to_dict().items()) if isinstance(v, int | float) and not k.startswith("_")
     }
@@ -450,8 +442,18 @@ def _fingerprint(target: Target) -> dict[str, Any]:
         "config": _sha(json.dumps(shape, sort_keys=True)),
         "tokenizer": _sha(vocabulary),
         "template": _sha(str(target.tokenizer.chat_template)),
-        "weights": digest.hexdigest()[:16],
+        "weights": weights_digest(target.model.state_dict()),
     }
+
+
+def weights_digest(state: Mapping[str, Tensor]) -> str:
+    """A hash over sampled weights; sampled in bfloat16, so that one model in two dtypes has one digest."""
+    digest = hashlib.sha256()
+    for key, weight in sorted(state.items()):
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.bfloat16).view(torch.int16).cpu()
+        digest.update(f"{key}{tuple(weight.shape)}{sample.tolist()}".encode())
+    return digest.hexdigest()[:16]
 
 
 def _sha(text: str) -> str:

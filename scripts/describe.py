@@ -6,7 +6,7 @@ python scripts/describe.py DIR --target smollm2-135m
 
 import argparse
 
-from drafters.describe import describe
+from drafters.describe import describe, is_broken
 from drafters.errors import cli
 from drafters.target import load_target
 
@@ -19,12 +19,14 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> None:
-    """Prints the description."""
+def main() -> int:
+    """Prints the description; exit status 1 where the drafter can't be used."""
     args = parser().parse_args()
     describe(args.folder)  # a folder that is no drafter should fail before a target is loaded
     target = load_target(args.target, pack=False) if args.target else None
-    print("\n".join(describe(args.folder, target)))
+    lines = describe(args.folder, target)
+    print("\n".join(lines))
+    return int(is_broken(lines))
 
 
 if __name__ == "__main__":

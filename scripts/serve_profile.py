@@ -8,7 +8,10 @@ Reads measured results only; what was not measured is said to be so.
 """
 
 import argparse
+import contextlib
 import json
+import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,17 @@ import torch
 from torch import Tensor
 
 from decode.rollout import draft_costs, plan, rollout, verify_costs
+from drafters.adapter import ADAPTER
+from drafters.build import TrainedDrafter
 from drafters.card import measured
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
+from drafters.export import homes_of
 from drafters.files import read_folder, read_json
 from drafters.locate import resolve_path
 from drafters.provenance import revision
 from drafters.readers import read_checkpoint
-from drafters.servers import NAMES, SUPPORT, launch
+from drafters.servers import NAMES, launch
 from drafters.target import Target, load_target
 
 
@@ -44,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Prints the profile."""
     args = parser().parse_args()
-    results = measured(args.run, args.report)
     bench = read_json(Path(args.bench) / "bench.json") if args.bench else None
     found = read_checkpoint(read_folder(args.run))
     name = args.target or (found.meta.get("target") or {}).get("name") or found.meta.get("made_for")
@@ -52,11 +57,14 @@ def main() -> None:
         raise UserError(f"{args.run} does not say which target it is for; name it with --target")
     target = load_target(name, pack=False)
     drafter = load_drafter(args.run, target, pack=False)
+    results = measured(drafter, args.run, target, args.report)
     profile: dict[str, Any] = {"run": args.run, "kind": drafter.kind, "target": name}
     profile["plan"], profile["why_no_plan"] = lengths(drafter.kind, results, bench)
-    profile["rollout"] = rollout(profile["plan"], (results or {"arm": {}})["arm"].get("acceptance_by_context") or {})
+    profile["rollout"] = rollout(profile["plan"], (results or {"arm": {}})["arm"].get("by_context") or {})
     length = profile["rollout"]["length"]
-    profile["launch"] = launch_lines(drafter.kind, resolve_path(name), Path(args.exports), length or 3, drafter.taps)
+    profile["launch"] = launch_lines(drafter, args.run, target, resolve_path(name), Path(args.exports), length or 3)
+    merged = getattr(drafter, "adapter", None) is not None
+    profile["adapter"] = str(Path(args.run) / ADAPTER) if merged else None
     profile["compatibility"] = compatibility(drafter, target)
     if args.json:
         Path(args.json).write_text(json.dumps(profile, indent=2) + "\n")
@@ -68,8 +76,9 @@ def lengths(kind: str, results: Any, bench: Any) -> tuple[list[dict[str, Any]], 
     if results is None:
         return [], "no evaluation: run scripts/evaluate.py with --chain 5 and pass --report"
     draft, survival = results["draft"], results["arm"]["survival"]
-    if draft["kind"] != "chain" or draft["length"] < 1:
-        return [], f"the evaluation drafted a {draft['kind']}, but servers draft chains: run it with --chain 5"
+    if draft.get("kind") != "chain" or draft["length"] < 1:
+        shape = f"a {draft['kind']}" if "kind" in draft else f"by policy {draft['policy']}"
+        return [], f"the evaluation drafted {shape}, but servers draft chains: run it with --chain 5"
     if results["arm"]["cost_split"] is None or not survival:
         return [], "the evaluation holds no survival or no split of a step"
     if bench is None:
@@ -82,19 +91,22 @@ def lengths(kind: str, results: Any, bench: Any) -> tuple[list[dict[str, Any]], 
 
 
 def launch_lines(
-    kind: str, target: str, exports: Path, length: int, taps: tuple[int, ...]
+    drafter: TrainedDrafter, run: str, target: Target, served: str, exports: Path, length: int
 ) -> dict[str, dict[str, str]]:
-    """Server -> baseline and speculative command, for the servers that load this kind."""
+    """Server -> export, baseline and speculative command, for the servers that this drafter can be exported for."""
     lines = {}
-    for server in SUPPORT:
-        if kind not in SUPPORT[server] or server in ("eagle", "medusa") or (server, kind) == ("trtllm", "medusa"):
-            continue  # research code and a converter have no launch line
+    for server in homes_of(drafter, target):
         folder = exports / server
-        lines[server] = {
-            "export": f"python scripts/export.py RUN_DIR --to {server} --out {folder}",
-            "baseline": launch(server, kind, target, folder, 0, taps),
-            "speculative": launch(server, kind, target, folder, length, taps),
-        }
+        line = partial(
+            launch, server, drafter.kind, served, folder, taps=drafter.taps,
+            draft_vocabulary=drafter.draft_ids is not None,
+        )  # fmt: skip
+        with contextlib.suppress(UserError):  # research code and a converter have no launch line
+            lines[server] = {
+                "export": shlex.join(["python", "scripts/export.py", run, "--to", server, "--out", str(folder)]),
+                "baseline": line(length=0),
+                "speculative": line(length=length),
+            }
     return lines
 
 
@@ -122,7 +134,10 @@ def compatibility(drafter: Any, target: Target) -> list[dict[str, Any]]:
 
 def text(profile: dict[str, Any], results: Any, bench: Any) -> list[str]:
     """The profile for people."""
-    lines = [f"{profile['run']}: {profile['kind']} for {profile['target']}", "", "Launch"]
+    lines = [f"{profile['run']}: {profile['kind']} for {profile['target']}", ""]
+    lines.append("Launch" if profile["launch"] else "No server loads this drafter: it decodes with headstart only")
+    if profile["adapter"] and profile["launch"]:
+        lines.append(f"  serve {profile['target']} with {profile['adapter']} merged into it, in every line below")
     for server, commands in profile["launch"].items():
         lines += [f"  {NAMES[server]}", *(f"    {what}: {line}" for what, line in commands.items())]
     lines += ["", "Draft length per concurrency"]
@@ -144,7 +159,10 @@ def text(profile: dict[str, Any], results: Any, bench: Any) -> list[str]:
             f"{bench['environment'].get('cpu')} in {results['environment']['dtype']}",
             "  a model, not a measurement of a server: rows of many requests are taken to cost what rows of one cost",
         ]
-    lines += ["", "Rollout", *_rollout_text(profile), "", "Compatibility"]
+    if results is not None and results["draft"].get("kind") == "chain" and results["draft"]["length"] < 5:
+        lines.append(f"  the evaluation drafted {results['draft']['length']} at most; --chain 5 would show longer ones")
+    lines += ["", "Rollout", *_rollout_text(profile)] if profile["launch"] else []
+    lines += ["", "Compatibility"]
     marks = {True: "ok", False: "DIFFERS", None: "-"}
     return lines + [f"  {marks[i['ok']]:>7}  {i['item']}: {i['detail']}" for i in profile["compatibility"]]
 

@@ -308,9 +308,6 @@ def test_saving_again_touches_no_other_file(target, saved):
 
 
 def test_a_nan_weight_is_refused_and_the_old_files_stay(target, saved):
-    left = saved.parent / f".{saved.name}.partial"  # by a run that was killed
-    left.mkdir()
-    (left / WEIGHTS).write_text("half")
     before = (saved / WEIGHTS).read_bytes()
     drafter = build("eagle3", target, "some")
     drafter.layer.mlp.up_proj.weight.data[0, 0] = float("nan")
@@ -415,6 +412,11 @@ def test_a_token_map_outside_the_vocabulary(target, tmp_path):
 
 
 # ---- another target
+
+
+def test_another_template_alone_is_told_in_the_singular(target, saved, monkeypatch):
+    monkeypatch.setitem(target.fingerprint, "template", "other")
+    assert "whose template differs from" in load_drafter(saved, target).meta["warnings"][0]
 
 
 def test_another_target_is_a_warning(target, saved, capsys):

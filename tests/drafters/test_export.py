@@ -1,9 +1,11 @@
 """Exports: each server's exact layout, proven from its files; and read back bit for bit."""
 
 import json
+import shlex
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from drafters.build import build_eagle, build_medusa
@@ -13,7 +15,7 @@ from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.export import HOT_TOKENS, _write, check_export, export, weight_file
 from drafters.files import CONFIG, META, WEIGHTS, read_folder
-from drafters.servers import SUPPORT, check_pair, findings
+from drafters.servers import SUPPORT, check_pair, findings, launch
 from tests.tiny import make_target
 
 SOME = torch.randperm(512, generator=torch.Generator().manual_seed(1))[:100].sort().values
@@ -74,6 +76,7 @@ def test_every_writer_is_read_back_bit_equal(deep, runs, tmp_path, capsys, serve
     assert (mine.draft_ids is None) == (again.draft_ids is None)
     assert mine.draft_ids is None or torch.equal(mine.draft_ids, again.draft_ids)
     assert again.meta["target"] == deep.fingerprint and again.meta["data"] == {"tokens": 7}
+    assert again.digest == mine.digest and mine.digest not in (out / META).read_text()  # it would go stale there
     assert capsys.readouterr().err == ""  # no warning
     weights = [p.name for p in out.iterdir() if p.suffix in (".safetensors", ".bin", ".pt") and p.name != HOT_TOKENS]
     assert weights == [weight_file(server, kind)]
@@ -94,9 +97,10 @@ def test_eagle31_norms_go_where_they_are_computed(deep, tmp_path, norm):
     drafter = perturb(build_eagle(deep, SOME, version=3, norms=(norm,)))
     run = save_drafter(drafter, tmp_path / "run", deep, {})
     ignored = {"norm_before_residual": ["sglang", "trtllm"], "fc_norm": ["trtllm"], "norm_output": ["sglang"]}
+    works = ", ".join(s for s in ("vllm", "sglang", "speculators", "trtllm") if s not in ignored.get(norm, ()))
     for server in ("vllm", "speculators", "sglang", "trtllm", "eagle"):
         if server == "eagle" or server in ignored.get(norm, ()):
-            with pytest.raises(UserError, match=f"ignores {norm}"):
+            with pytest.raises(UserError, match=f"ignores {norm}.*works with --to {works}$"):
                 export(run, server, tmp_path / server, deep)
         else:
             again = load_drafter(export(run, server, tmp_path / server, deep), deep, pack=False)
@@ -192,6 +196,7 @@ def test_bfloat16_says_so_and_means_it(deep, runs, tmp_path):
     assert weights["d2t"].dtype == torch.int64
     trained = load_file(runs["eagle3"] / WEIGHTS)
     assert torch.equal(weights["fc.weight"], trained["fc.weight"].bfloat16())
+    assert load_drafter(out, deep).digest == load_drafter(runs["eagle3"], deep).digest
 
 
 # ---- refusals
@@ -200,20 +205,62 @@ def test_bfloat16_says_so_and_means_it(deep, runs, tmp_path):
 @pytest.mark.parametrize(
     ("server", "kind", "message"),
     [
-        ("sglang", "medusa", "only eagle1, eagle3; medusa works with --to vllm, tgi, trtllm, medusa"),
-        ("tgi", "eagle3", "eagle3 works with --to vllm, sglang, speculators, trtllm, eagle"),
-        ("speculators", "eagle1", "eagle1 works with --to vllm, sglang, eagle"),
+        ("sglang", "medusa", "only eagle1, eagle3. This drafter works with --to vllm, tgi, trtllm, medusa"),
+        ("tgi", "eagle3", "This drafter works with --to vllm, sglang, speculators, trtllm, eagle"),
+        ("speculators", "eagle1", "This drafter works with --to vllm, sglang, eagle"),
         ("triton", "eagle3", "one of vllm, sglang"),
     ],
 )
 def test_pairs_that_do_not_exist(server, kind, message):
     with pytest.raises(UserError, match=message):
-        check_pair(server, kind)
+        check_pair(server, kind, {}, {})
+
+
+def test_a_bias_that_vllm_drops_is_refused_before_a_file_is_written(deep, runs, tmp_path):
+    run = save_drafter(load_drafter(runs["eagle1"], deep, pack=False), tmp_path / "run", deep, {})
+    weights = load_file(run / WEIGHTS) | {"fc.bias": torch.ones(64)}
+    save_file(weights, run / WEIGHTS)
+    (run / CONFIG).write_text(json.dumps(config_of(run) | {"bias": True}))
+    with pytest.raises(UserError, match="drops fc.bias.*This drafter works with --to sglang, eagle$"):
+        export(run, "vllm", tmp_path / "out", deep)
+    assert load_file(export(run, "sglang", tmp_path / "out", deep) / WEIGHTS)["fc.bias"].all()
+
+
+@pytest.mark.parametrize(("server", "kind"), [p for p in PAIRS if p[1] != "medusa"])
+def test_the_position_limit_is_the_target_s(deep, runs, tmp_path, server, kind):
+    run = save_drafter(load_drafter(runs[kind], deep, pack=False), tmp_path / "run", deep, {})
+    (run / CONFIG).write_text(json.dumps(config_of(run) | {"max_position_embeddings": 256}))
+    config = config_of(export(run, server, tmp_path / "out", deep))
+    assert config.get("transformer_layer_config", config)["max_position_embeddings"] == deep.max_positions
+
+
+def test_two_exports_at_once(deep, runs, tmp_path, monkeypatch):
+    """The slower one finds the other's folder, and leaves it alone."""
+    out = tmp_path / "out"
+
+    def meanwhile(*args):
+        out.mkdir()
+        (out / CONFIG).write_text("theirs")
+
+    monkeypatch.setattr("drafters.export.check_export", meanwhile)
+    with pytest.raises(UserError, match="out already exists"):
+        export(runs["eagle3"], "vllm", out, deep)
+    assert (out / CONFIG).read_text() == "theirs" and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_launch_lines_survive_odd_paths_and_name_the_draft_vocabulary():
+    line = launch("trtllm", "eagle3", "t", "/a: b, {c}", 3, (2, 4, 5))
+    spec = yaml.safe_load(shlex.split(line.partition("<(echo ")[2])[0].removesuffix(")"))["speculative_config"]
+    assert spec["speculative_model"] == "/a: b, {c}" and spec["eagle3_layers_to_capture"] == [1, 3, 4]
+    mapped = f"--speculative-token-map /x/{HOT_TOKENS}"
+    assert mapped in launch("sglang", "eagle1", "t", "/x", 3, draft_vocabulary=True)
+    assert "token-map" not in launch("sglang", "eagle1", "t", "/x", 3)
+    assert "token-map" not in launch("sglang", "eagle3", "t", "/x", 3, draft_vocabulary=True)
 
 
 def test_hydra_is_for_this_decoder_only(target, tmp_path):
     run = save_drafter(build_medusa(target, None, heads=2, kind="hydra"), tmp_path / "run", target, {})
-    with pytest.raises(UserError, match="hydra works with --to nothing yet"):
+    with pytest.raises(UserError, match="loads no hydra drafter.*--to nothing yet; it decodes with headstart only"):
         export(run, "vllm", tmp_path / "out", target)
     told = "\n".join(describe(run))
     assert "hydra, headstart" in told and "broken" not in told and "vLLM: will not: loads no hydra drafter" in told
@@ -245,7 +292,7 @@ def test_a_draft_vocabulary_that_the_server_does_not_know(deep, runs, tmp_path):
 
 def test_taps_that_safeailab_can_not_read(target, tmp_path):
     run = save_drafter(build_eagle(target, SOME, version=3), tmp_path / "run", target, {})
-    with pytest.raises(UserError, match="always taps layers"):
+    with pytest.raises(UserError, match="always taps.*works with --to vllm, sglang, speculators, trtllm$"):
         export(run, "eagle", tmp_path / "out", target)
 
 
@@ -255,6 +302,8 @@ def test_a_folder_in_use_is_left_alone(deep, runs, tmp_path):
     with pytest.raises(UserError, match="not an empty folder"):
         export(runs["eagle3"], "vllm", tmp_path / "out", deep)
     assert (tmp_path / "out" / "notes").read_text() == "mine"
+    with pytest.raises(UserError, match="--out is empty"):
+        export(runs["eagle3"], "vllm", "", deep)
 
 
 # ---- the self-check sees what servers do not

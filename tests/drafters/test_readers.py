@@ -10,10 +10,11 @@ from decode.engine import generate
 from drafters.base import DraftSettings
 from drafters.build import build_eagle, build_medusa
 from drafters.checkpoint import load_drafter, probe_logits, save_drafter
-from drafters.describe import describe
+from drafters.describe import describe, is_broken
 from drafters.errors import UserError
 from drafters.files import CONFIG, META, WEIGHTS, read_folder
 from drafters.readers import read_checkpoint
+from drafters.servers import NAMES
 from tests.tiny import make_target
 
 SOME = torch.randperm(512, generator=torch.Generator().manual_seed(1))[:100].sort().values
@@ -262,6 +263,9 @@ def test_files_that_do_not_add_up(deep, trained, tmp_path):
         "d2t has shape": (config, weights | {"d2t": weights["d2t"][:50]}),
         "key 'hidden_size' is missing": ({k: v for k, v in config.items() if k != "hidden_size"}, weights),
         "speculators_model_type='dflash'": (config | {"speculators_model_type": "dflash"}, weights),
+        "num_attention_heads=0 must be at least 1": (config | {"num_attention_heads": 0}, weights),
+        "hidden_act='foo' is not known; one of .*silu": (config | {"hidden_act": "foo"}, weights),
+        "rope_type='foo' is not known; one of default": (config | {"rope_scaling": {"type": "foo"}}, weights),
     }
     for i, (message, (changed, tensors)) in enumerate(cases.items()):
         with pytest.raises(UserError, match=message):
@@ -293,14 +297,16 @@ def test_describe_without_a_target(deep, trained, tmp_path):
     assert "vLLM: will not: tie_word_embeddings is true" in told and "SafeAILab/EAGLE: will not" in told
     assert "TGI: will not: loads no eagle3 drafter; only medusa" in told
     broken = write(tmp_path / "y", bare, {n: w for n, w in weights.items() if "o_proj" not in n})
-    assert "broken: missing midlayer.self_attn.o_proj.weight (64, 64)" in "\n".join(describe(broken))
+    lines = describe(broken)
+    assert "broken: missing midlayer.self_attn.o_proj.weight (64, 64)" in lines and is_broken(lines)
+    assert lines[-7:] == [f"  {name}: will not: broken (reason above)" for name in NAMES.values()]
 
 
 def test_describe_a_run_folder(deep, trained, tmp_path):
     """A run also holds the trainer's state, which vLLM would read as weights."""
     run = save_drafter(trained["eagle3"][0], tmp_path / "run", deep, {})
     told = "\n".join(describe(run, deep))
-    assert "vLLM: will load" in told and f"loads for {deep.name!r}" in told
+    assert "vLLM: will load" in told and f"loads for {deep.name!r}" in told and not is_broken(told.splitlines())
     save_file({"optimizer": torch.ones(2)}, run / "state.safetensors")
     told = "\n".join(describe(run))
     assert "vLLM: will not: reads every *.safetensors of a folder, so state.safetensors too" in told
@@ -308,7 +314,18 @@ def test_describe_a_run_folder(deep, trained, tmp_path):
     other = save_drafter(build_eagle(deep, None, version=3, taps=(1, 3, 5)), tmp_path / "other", deep, {})
     assert "SafeAILab/EAGLE: will not: always taps 2, L // 2 and L - 3, and this" in "\n".join(describe(other))
     narrow = make_target(hidden_size=32, head_dim=8)
-    assert "does not load for 'tiny-llama'" in "\n".join(describe(run, narrow))
+    lines = describe(run, narrow)
+    assert any(line.startswith("does not load for 'tiny-llama'") for line in lines) and is_broken(lines)
+    assert "  vLLM: will not: does not load for 'tiny-llama' (reason above)" in lines
+
+
+def test_describe_offers_only_exports_that_work(deep, trained, tmp_path):
+    """The same check as in the export itself: a norm that SGLang ignores is not mended by writing it anew."""
+    drafter = build_eagle(deep, SOME, version=3, norms=("norm_before_residual",))
+    run = save_drafter(drafter, tmp_path / "run", deep, {})
+    assert "scripts/export.py writes what these read: --to speculators" in describe(run)
+    (run / META).write_text(json.dumps(json.loads((run / META).read_text()) | {"draft": {"depth": 3}}))
+    assert any(line.startswith("broken:") and "no draft settings" in line for line in describe(run))
 
 
 def test_ours_stays_strict(deep, trained, tmp_path):

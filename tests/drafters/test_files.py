@@ -1,0 +1,57 @@
+"""Files of a drafter folder: scratch folders, modes, and values that no drafter can have."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from drafters.errors import UserError
+from drafters.files import CONFIG, partial_folder, read_folder, read_json, write_weights
+
+
+def test_each_process_has_a_scratch_folder_and_a_dead_one_s_goes(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for pid in (gone.pid, os.getppid()):
+        (tmp_path / f".out.{pid}.partial").mkdir()
+    (tmp_path / ".out.mine.partial").mkdir()  # whoever made that
+    with partial_folder(tmp_path / "out"):
+        kept = {f".out.{os.getppid()}.partial", ".out.mine.partial"}
+        assert {p.name for p in tmp_path.iterdir()} == kept | {f".out.{os.getpid()}.partial"}
+    assert {p.name for p in tmp_path.iterdir()} == kept
+
+
+def test_errors_name_the_folder_that_was_asked_for(tmp_path):
+    with pytest.raises(UserError) as error, partial_folder(tmp_path / "out") as folder:
+        raise UserError(f"{folder / CONFIG}: wrong")
+    assert str(error.value) == f"{tmp_path / 'out' / CONFIG}: wrong"
+    with pytest.raises(OSError) as full, partial_folder(tmp_path / "out") as folder:
+        (folder / "no" / CONFIG).write_text("")
+    assert full.value.filename == str(tmp_path / "out" / "no" / CONFIG)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt"])
+def test_weights_have_the_mode_that_the_umask_leaves(tmp_path, name):
+    before = os.umask(0o022)
+    try:
+        write_weights(tmp_path / name, {"x": torch.ones(2)})
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o644
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "head_dim", "hidden_size", "vocab_size", "medusa_num_layers"])
+def test_a_size_of_nothing_is_refused(tmp_path, key):
+    (tmp_path / CONFIG).write_text(json.dumps({"transformer_layer_config": {key: 0}}))
+    with pytest.raises(UserError, match=f"{key}=0 must be at least 1"):
+        read_json(tmp_path / CONFIG)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(UserError, match="x: is a file, not a drafter folder"):
+        read_folder(tmp_path / "x")

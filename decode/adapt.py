@@ -28,7 +28,7 @@ SAMPLES = 30  # drafts that a calibration curve is taken to rest on
 PROBE = (16, 0.02, 0.005)  # plain rounds before a draft is tried: so many, and enough for a failure to cost but these
 # shares of the time: the first failure, and each one once failures have doubled the wait
 JUDGE = (16, 8)  # plain rounds before the drafter is asked what it would have drafted, and of how many tokens
-HOPE = 0.85  # of plain decoding's speed must then be likely before a draft is tried
+HOPE = 0.95  # of plain decoding's speed must then be likely before a draft is tried
 HORIZON = 64  # drafting rounds over which the reading of what waited for the drafter must pay
 SLOWEST = 0.06  # share of what a round shows about a setting's cost that is believed, once much is known
 RECHECK = 25  # drafting rounds before a plain one shows what drafting is compared with, where the two are close

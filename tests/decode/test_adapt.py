@@ -114,6 +114,29 @@ def test_a_drafter_that_has_a_prompt_to_read_first_must_promise_that_much_more()
     assert tried and tried[0] > 0.95 * 16 / 0.02, "a trial costs a fiftieth of the time before it at most"
 
 
+def test_what_would_have_been_drafted_counts_while_drafting_is_off():
+    def after(right):
+        """Rounds until it drafts, of a drafter that was off and is asked now."""
+        policy = Adaptive(candidates("float32", 0.05))
+        for turn in range(200):
+            s = policy.choose()
+            if s.nodes:
+                return turn
+            if policy.judging:
+                policy.judged(right, 8)
+            policy.observe([Round(0, 0, 0, 1, 0, 0.0101, 0, s)])
+        return None
+
+    assert after(8) == 16 and after(0) is None, "asked once, believed; and hopeless trials are not made"
+    deaf = Adaptive(candidates("float32", 0.05))
+    turns = 0
+    while not deaf.choose().nodes:
+        deaf.judged(0, 0)
+        deaf.observe([Round(0, 0, 0, 1, 0, 0.0101, 0, OFF)])
+        turns += 1
+    assert turns < 60, "a drafter that can't say is tried"
+
+
 def test_many_requests_in_a_step_draft_less():
     """Rows that are free for one request are not for sixteen: the machine is busy with theirs."""
     curve = Curve({1: 10.0, 9: 11.6, 17: 14.0, 33: 30.0, 65: 60.0})
@@ -234,6 +257,28 @@ def test_a_drafter_that_is_off_reads_nothing_and_then_all_at_once(target, drafte
     out = generate(target, counting, prompt, max_new_tokens=30, settings=Late(), eos_token_ids=())
     assert out.tokens == answer[:30]
     assert counting.reads[0] == len(prompt) + 10, "the prompt and the plain rounds' tokens in one go"
+
+
+def test_a_drafter_says_what_it_would_have_drafted(target, drafters, case):
+    eagle, (prompt, answer) = drafters["eagle3"], case
+    ids = torch.tensor([prompt + answer])
+    features = target.forward(ids, torch.arange(ids.shape[1])[None], taps=eagle.taps)
+    part = lambda low, high: (ids[0, low + 1 : high + 1], features.rows(slice(low, high)))  # noqa: E731
+    one, at_once = eagle.begin(100), eagle.begin(100)
+    eagle.extend(one, *part(0, 30))
+    eagle.extend(at_once, *part(0, 30))
+    drafts = []
+    for row in range(30, 50):
+        eagle.extend(one, *part(row, row + 1))
+        drafts.append(int(eagle.propose(one, DraftSettings("chain", 1)).tokens))
+    assert eagle.first_drafts(at_once, *part(30, 50), 12).tolist() == drafts[-12:]
+    assert torch.allclose(one.out, at_once.out, atol=1e-5) and one.length == at_once.length
+    lazy = Lazy(eagle)
+    state = lazy.begin(100)
+    lazy.extend(state, *part(0, 50))
+    right = sum(int(ids[0, row + 2]) == draft for row, draft in zip(range(30, 49), drafts, strict=False))
+    assert lazy.judge(state, 19) == (right, 19) and lazy.waiting(state) == 0
+    assert Lazy(drafters["medusa"]).judge(state, 19) == (0, 0)
 
 
 def test_what_was_read_late_is_what_would_have_been_read_early(target, drafters, case):

@@ -144,14 +144,14 @@ class Adaptive:
         if (best == self.off) != (self.current == self.off):
             self.streak = 0
         self.current, self.probing, used = best, False, best
-        affordable = self.behind <= PROBE[1] * self.streak * self.cost[self.off]  # milliseconds
+        affordable = PROBE[1] * self.streak * self.cost[self.off]  # milliseconds
         drafting = np.where(np.arange(len(rates)) == self.off, 0, rates)
         hopeful = not self.judgeable or drafting.max() > HOPE * rates[self.off]
         self.judging = 0
-        if best == self.off and affordable and self.streak >= self.gap and hopeful:
+        if best == self.off and self.behind <= affordable and self.streak >= self.gap and hopeful:
             self.probing, used = True, int(np.argmax(drafting))
-        elif best == self.off and affordable and self.streak % JUDGE[0] == JUDGE[0] - 1:
-            self.judging = max(1, JUDGE[1] // requests)
+        elif best == self.off and self.behind / requests <= affordable and self.streak % JUDGE[0] == JUDGE[0] - 1:
+            self.judging = JUDGE[1]  # of one request's
         elif (
             used != self.off
             and self.unchecked >= min(RECHECK, 5 * (1 + self.switches)) * (rates[best] / rates[self.off]) ** 2

@@ -264,6 +264,7 @@ class Decoding:
         self.capacity = len(self.prompt) + self.max_new_tokens + nodes + 1
         self.draft_rows = len(self.prompt) + self.max_new_tokens + settings.rows
         self.state: Any = None
+        self.judgements = 0
         self.taps = drafter.taps if drafter is not None else ()
         self.seen: Tensor | None = None  # (V,) tokens of the committed prefix, for the repetition penalty
         if self.sampling.repetition_penalty != 1.0:
@@ -284,7 +285,7 @@ class Decoding:
 
     def judge(self, rows: int) -> tuple[int, int]:
         """Of the last tokens written, how many the drafter would have drafted, and of how many; see `Lazy.judge`."""
-        rows = min(rows, len(self.out.tokens) - 1)
+        rows, self.judgements = min(rows, len(self.out.tokens) - 1), self.judgements + 1
         return self.drafter.judge(self.state, rows) if isinstance(self.drafter, Lazy) else (0, 0)
 
     def propose(self) -> DraftTree:
@@ -422,11 +423,12 @@ def _synchronized_clock() -> float:
 def ask(policy: Policy, runs: Sequence[Decoding], requests: int) -> DraftSettings:
     """What the policy of these requests, out of so many that share a step, gives them; answers what it wants to know.
 
-    A policy with `judging` > 0 wants to know of so many tokens of each whether they would have been drafted.
+    A policy with `judging` > 0 wants to know of so many tokens of one of them whether they would have been drafted.
     """
     settings = policy.choose(requests, sum(run.waiting for run in runs))
-    for run in runs if getattr(policy, "judging", 0) else ():
-        policy.judged(*run.judge(policy.judging))  # type: ignore[attr-defined]
+    if tokens := getattr(policy, "judging", 0):
+        run = min(runs, key=lambda run: run.judgements)
+        policy.judged(*run.judge(tokens))  # type: ignore[attr-defined]
     return settings
 
 

@@ -62,6 +62,8 @@ def export(run: str | Path, server: str, out: str | Path, target: Target, dtype:
         check_pair(server, *native_form(drafter, target))
         for weight in drafter.parameters():
             weight.data = weight.data.to(DTYPES[dtype]).float()  # what is exported is what is checked
+        if server == "speculators" and isinstance(drafter, EagleDrafter):  # whose files hold the embedding too
+            drafter._shared["embedding"] = target.embedding.detach().to(DTYPES[dtype]).float()
         _write(drafter, server, folder, target, dtype)
         check_export(folder, server, drafter, target)
     return Path(out)

@@ -69,6 +69,14 @@ class HydraDrafter(MedusaDrafter):
         """See `Drafter.extend`: only the newest pair of hidden state and token counts."""
         state.hidden, state.token = features.final[0, -1], tokens[-1:]
 
+    def first_drafts(  # type: ignore[override]
+        self, state: "HydraState", tokens: Tensor, features: Features, rows: int
+    ) -> Tensor:
+        """See `MedusaDrafter.first_drafts`."""
+        self.extend(state, tokens, features)
+        reads = self.reads(features.final[0, -rows:], tokens[-rows:, None])
+        return self._to_target(self.logits(0, reads).argmax(-1))
+
     def propose(  # type: ignore[override]
         self,
         state: "HydraState",

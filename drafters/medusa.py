@@ -114,6 +114,11 @@ class MedusaDrafter(nn.Module):
         """See `Drafter.extend`: only the newest hidden state counts."""
         state.hidden = features.final[0, -1]  # (D,)
 
+    def first_drafts(self, state: "MedusaState", tokens: Tensor, features: Features, rows: int) -> Tensor:
+        """Like `extend`; says which token it would have drafted first after each of the last rows, (rows,)."""
+        self.extend(state, tokens, features)
+        return self._to_target(self.logits(0, features.final[0, -rows:]).argmax(-1))
+
     def propose(
         self,
         state: "MedusaState",

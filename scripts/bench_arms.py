@@ -180,8 +180,9 @@ def truncated(target: Target, blocks: int = BLOCKS) -> Target:
     return draft.pack() if target.is_packed else draft
 
 
-def arms(target: Target, drafter: Drafter) -> dict[str, float]:
+def arms(target: Target, drafter: Drafter, tokens: int = TOKENS, hf_tokens: int = HF_TOKENS) -> dict[str, float]:
     """Both parts on built-in prompts: two of each category for adaptation, one beside transformers."""
     blocks = max(1, min(BLOCKS, target.num_layers - 1))
-    results = adaptation(target, drafter, load_prompts("headstart", per_category=2))
-    return results | beside_hf(target, truncated(target, blocks), load_prompts("headstart", per_category=1))
+    results = adaptation(target, drafter, load_prompts("headstart", per_category=2), tokens)
+    prompts = load_prompts("headstart", per_category=1)
+    return results | beside_hf(target, truncated(target, blocks), prompts, hf_tokens)

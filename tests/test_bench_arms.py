@@ -97,7 +97,7 @@ def test_above_one_transformers_is_the_slower(clock, target):
 
 def test_all_of_it_runs(target, drafters, monkeypatch):
     monkeypatch.setattr(bench_arms, "load_prompts", lambda *_, **__: load_prompts("headstart", limit=1))
-    found = bench_arms.arms(target, drafters["eagle3"], tokens=4)
+    found = bench_arms.arms(target, drafters["eagle3"], tokens=4, hf_tokens=4)
     assert found.keys() >= {"adaptive_vs_best_fixed_min", "adaptive_vs_plain_min", "vs_hf_lookup", "vs_hf_assisted"}
     assert all(value > 0 for name, value in found.items() if "_vs_" in name)
     assert found["adversarial_accepted_per_step"] == 0

@@ -259,26 +259,37 @@ def test_a_drafter_that_is_off_reads_nothing_and_then_all_at_once(target, drafte
     assert counting.reads[0] == len(prompt) + 10, "the prompt and the plain rounds' tokens in one go"
 
 
-def test_a_drafter_says_what_it_would_have_drafted(target, drafters, case):
-    eagle, (prompt, answer) = drafters["eagle3"], case
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle1", "eagle3"])
+def test_a_drafter_says_what_it_would_have_drafted(target, drafters, case, kind):
+    drafter, (prompt, answer) = drafters[kind], case
     ids = torch.tensor([prompt + answer])
-    features = target.forward(ids, torch.arange(ids.shape[1])[None], taps=eagle.taps)
+    features = target.forward(ids, torch.arange(ids.shape[1])[None], taps=drafter.taps)
     part = lambda low, high: (ids[0, low + 1 : high + 1], features.rows(slice(low, high)))  # noqa: E731
-    one, at_once = eagle.begin(100), eagle.begin(100)
-    eagle.extend(one, *part(0, 30))
-    eagle.extend(at_once, *part(0, 30))
+    one, at_once = drafter.begin(100), drafter.begin(100)
+    drafter.extend(one, *part(0, 30))
+    drafter.extend(at_once, *part(0, 30))
     drafts = []
     for row in range(30, 50):
-        eagle.extend(one, *part(row, row + 1))
-        drafts.append(int(eagle.propose(one, DraftSettings("chain", 1)).tokens))
-    assert eagle.first_drafts(at_once, *part(30, 50), 12).tolist() == drafts[-12:]
-    assert torch.allclose(one.out, at_once.out, atol=1e-5) and one.length == at_once.length
-    lazy = Lazy(eagle)
+        drafter.extend(one, *part(row, row + 1))
+        drafts.append(int(drafter.propose(one, DraftSettings("chain", 1)).tokens))
+    assert drafter.first_drafts(at_once, *part(30, 50), 12).tolist() == drafts[-12:]
+    ahead = [drafter.propose(state, DraftSettings("chain", 3)).tokens.tolist() for state in (one, at_once)]
+    assert ahead[0] == ahead[1]
+    lazy = Lazy(drafter)
     state = lazy.begin(100)
     lazy.extend(state, *part(0, 50))
     right = sum(int(ids[0, row + 2]) == draft for row, draft in zip(range(30, 49), drafts, strict=False))
     assert lazy.judge(state, 19) == (right, 19) and lazy.waiting(state) == 0
-    assert Lazy(drafters["medusa"]).judge(state, 19) == (0, 0)
+    scripted = oracle(answer, len(prompt))
+    scripted.first_drafts = lambda state, tokens, features, rows: torch.cat([ids[0, 52 - rows : 51], ids[0, :1]])
+    lazy = Lazy(scripted)
+    state = lazy.begin(100)
+    lazy.extend(state, *part(0, 50))  # its last row drafts x[51], which nobody knows yet
+    assert lazy.judge(state, 19) == (19, 19), "every draft but the last is held against the token that came"
+    deaf = Lazy(oracle(answer, len(prompt)))
+    state = deaf.begin(100)
+    deaf.extend(state, *part(0, 50))
+    assert deaf.judge(state, 19) == (0, 0) and deaf.waiting(state) == 50, "it can't say, so it need not read"
 
 
 def test_what_was_read_late_is_what_would_have_been_read_early(target, drafters, case):

@@ -189,8 +189,9 @@ def test_medusa_by_server(deep, runs, tmp_path):
     }  # fmt: skip
 
 
-def test_bfloat16_says_so_and_means_it(deep, runs, tmp_path):
-    out = export(runs["eagle3"], "vllm", tmp_path / "out", deep, "bfloat16")
+@pytest.mark.parametrize("server", ["vllm", "speculators"])
+def test_bfloat16_says_so_and_means_it(deep, runs, tmp_path, server):
+    out = export(runs["eagle3"], server, tmp_path / "out", deep, "bfloat16")
     weights = load_file(out / WEIGHTS)
     assert config_of(out)["torch_dtype"] == "bfloat16" and weights["fc.weight"].dtype == torch.bfloat16
     assert weights["d2t"].dtype == torch.int64

@@ -168,7 +168,7 @@ class Adaptive:
         if drafted:
             if self.probing:
                 self._judge_probe(rounds)
-            self._learn(sum(map(self._likelihood, drafted)), 1)
+            self._learn(np.sum([self._likelihood(r) for r in drafted], axis=0), 1)
         if drafted or not self.judging:  # else the drafter's reading is in the time
             self._learn_cost(rounds)
 

@@ -108,7 +108,9 @@ class Adaptive:
         self.gap = self.patience = max(PROBE[0], int((cheapest - 1) / PROBE[1]))
         self.probing = False
         self.judging, self.judgeable = 0, False  # tokens asked about now; whether the drafter ever answered
-        self.first = next((i for i, s in enumerate(self.settings) if s.kind == "chain" and s.length), self.off)
+        # whose first depth is an unconditional first draft: a cut leaves out those that the drafter doubts
+        chains = [i for i, s in enumerate(self.settings) if s.kind == "chain" and s.length and not s.min_confidence]
+        self.first = chains[0] if chains else self.off
 
     @property
     def cost(self) -> np.ndarray:

@@ -56,7 +56,11 @@ class Round:
 
 
 class Policy(Protocol):
-    """Chooses how much to draft, round by round; a fixed `DraftSettings` may stand in its place."""
+    """Chooses how much to draft, round by round; a fixed `DraftSettings` may stand in its place.
+
+    A policy may also have `judging`, how many of the last tokens it wants judged after `choose`, and `judged(right,
+    seen)`, which takes how many of them the drafter would have drafted.
+    """
 
     name: str
     nodes: int
@@ -423,7 +427,7 @@ def _synchronized_clock() -> float:
 def ask(policy: Policy, runs: Sequence[Decoding], requests: int) -> DraftSettings:
     """What the policy of these requests, out of so many that share a step, gives them; answers what it wants to know.
 
-    A policy with `judging` > 0 wants to know of so many tokens of one of them whether they would have been drafted.
+    Of the requests, the one that was asked least often is asked.
     """
     settings = policy.choose(requests, sum(run.waiting for run in runs))
     if tokens := getattr(policy, "judging", 0):

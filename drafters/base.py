@@ -142,6 +142,8 @@ class Drafter(Protocol):
     - `observe(state, outcome)`, which the engine calls last in every round;
     - `propose_batch(states, settings, temperatures, generators)` and `extend_batch(states, tokens, features)`, which do
       for many requests at once, lists in the same order, what `propose` and `extend` do for one;
+    - `first_drafts(state, tokens, features, rows)`, which does what `extend` does and returns which token it would have
+      drafted first after each of the last rows, (rows,): how it would fare is then known while it is off;
     - `fork(state, rows, capacity)`: a new state that has read the first `rows` tokens and features that `state` has
       read, so that requests with a common prompt prefix can share the target's work on it.
     """

@@ -6,10 +6,11 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
+import numpy as np
 import pytest
 import torch
 
-from decode.adapt import Adaptive, Window, build_policy
+from decode.adapt import SHIFTS, Adaptive, Window, build_policy
 from decode.cost import CANDIDATES, OFF, Candidate, Curve
 from decode.engine import Round, generate
 from drafters.base import DraftSettings
@@ -126,6 +127,14 @@ def test_what_would_have_been_drafted_counts_while_drafting_is_off():
                 policy.judged(right, 8)
             policy.observe([Round(0, 0, 0, 1, 0, 0.0101, 0, s)])
         return None
+
+    cut = DraftSettings("chain", 8, min_confidence=0.9)  # drafts rarely, so its first depth is seldom reached
+    known = candidates("float32", 0.4)
+    policy = Adaptive([replace(known[-1], settings=cut, survival=(0.05,)), *known])
+    for _ in range(10):
+        policy.judged(4, 10)
+    shifts = SHIFTS[0][np.argmax(policy.prior + policy.evidence)]
+    assert abs(shifts) <= 0.5, "as many as calibration said are right"
 
     assert after(8) == 16 and after(0) is None, "asked once, believed; and hopeless trials are not made"
     deaf = Adaptive(candidates("float32", 0.05))

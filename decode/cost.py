@@ -2,12 +2,14 @@
 
 Speedup of a setting: S = E / (v(n + 1) + d / T1), with E the tokens a step yields, n its nodes, v(m) the cost of a
 target step over m rows in plain steps T1, d the time spent drafting (`reference/decoding.md`, section h). v and d are
-timed; E is counted by letting the drafter alone guess at the target's own greedy continuations. Not drafting is always
-a candidate.
+timed; E is counted by letting the drafter alone guess at the target's own greedy continuations: at a few places with
+every setting, and at all places for the first token, where the drafter can say that in one go. Not drafting is always a
+candidate.
 """
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,15 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.batch import Request, generate_batch
 from decode.engine import generate
 from decode.environment import environment
 from decode.evaluate import identity
 from decode.prompts import Prompt, load_prompts
+from decode.sampling import SamplingParams
 from decode.stats import context_bucket
 from decode.tree import ancestors, block_mask, walk
 from drafters.adapter import adapted
-from drafters.base import Drafter, DraftSettings
+from drafters.base import Drafter, DraftSettings, DraftTree
 from drafters.combine import Merged
+from drafters.errors import UserError
 from drafters.locate import cache_folder
 from drafters.medusa import static_tree
 from drafters.router import Router
@@ -43,21 +48,21 @@ CANDIDATES = (
     *(DraftSettings("chain", k) for k in (1, 2, 3, 4, 6, 8)),
     *(DraftSettings("tree", depth, top_k, total) for total, depth, top_k in TREES),
 )
-ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 65)  # where v is timed; in between it is interpolated
-SECONDS = {"target": 1.5, "drafter": 2.0, "derived": 0.8}  # what the measurements may take
+ROWS = (1, 2, 3, 5, 9, 17)  # where v is timed; in between and beyond it is taken to be straight
+SECONDS = {"target": 0.6, "drafter": 1.0, "derived": 0.4}  # what the measurements may take
+TOKENS = 20  # of every calibration text
+WORTH = 0.75  # share of a draft's longest path that can be hoped for
 DEPTH = max(s.length for s in CANDIDATES)
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt with the target's greedy answer and the features of all of it."""
+    """A prompt with the target's greedy answer, and the features of all but the last token."""
 
     ids: Tensor
     """(T,)"""
     prompt_tokens: int
     features: Features
-    other_ms: float = 0.0
-    """Of a plain step: what the engine spends outside the target."""
 
 
 @dataclass(frozen=True)
@@ -122,18 +127,51 @@ class Candidate:
         return self.curve(requests * (drafted + 1)) + together * self.draft_ms + requests * self.other_ms
 
 
+class _Notes:
+    """Drafts nothing, and keeps what a drafter with these taps is given to read."""
+
+    kind = "notes"
+    meta: dict[str, Any] = {}
+    default_settings: DraftSettings | None = OFF
+
+    def __init__(self, taps: Sequence[int]):
+        self.taps = tuple(taps)
+        self.states: list[list[tuple[Tensor, Features]]] = []
+
+    def begin(self, capacity: int) -> list[tuple[Tensor, Features]]:
+        """See `Drafter.begin`."""
+        self.states.append([])
+        return self.states[-1]
+
+    def extend(self, state: list[tuple[Tensor, Features]], tokens: Tensor, features: Features) -> None:
+        """See `Drafter.extend`."""
+        state.append((tokens, features))
+
+    def propose(self, state: Any, *_: Any) -> DraftTree:
+        """See `Drafter.propose`."""
+        return DraftTree.empty(state[0][0].device)
+
+
 @torch.inference_mode()
 def continuations(
-    target: Target, prompts: Sequence[Prompt], taps: Sequence[int], max_new_tokens: int = 40
+    target: Target, prompts: Sequence[Prompt], taps: Sequence[int], max_new_tokens: int = TOKENS
 ) -> list[Continuation]:
-    """Decodes the prompts plainly, once, and keeps what a drafter with these taps would read."""
+    """Decodes the prompts plainly and together, once, and keeps what a drafter with these taps would read.
+
+    Raises:
+        UserError: prompts that the target has no room for.
+    """
+    notes = _Notes(taps)
+    sampling = SamplingParams(min_new_tokens=min(4, max_new_tokens))  # an answer of one token shows no draft
+    requests = [Request(prompt.messages, max_new_tokens, OFF, sampling) for prompt in prompts]
+    failed = [g.error for g in generate_batch(target, notes, requests, max_batch=len(requests)) if g.error]
+    if failed:
+        raise UserError(f"calibration: {failed[0]}")
     out = []
-    for prompt in prompts:
-        answer = generate(target, None, prompt.messages, max_new_tokens=max_new_tokens)
-        ids = torch.tensor([target.render(prompt.messages) + answer.tokens], device=target.device)
-        features = target.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], taps=taps)
-        other = median([r.other_s for r in answer.rounds] or [0.0]) * 1e3
-        out.append(Continuation(ids[0], answer.prompt_tokens, features, other))
+    for prompt, state in zip(prompts, notes.states, strict=True):
+        tokens, features = torch.cat([t for t, _ in state]), Features.join([f for _, f in state])
+        first = torch.tensor(target.render(prompt.messages)[:1], device=tokens.device)
+        out.append(Continuation(torch.cat([first, tokens]), len(state[0][0]), features))
     return out
 
 
@@ -142,9 +180,13 @@ def measure_target(
     target: Target, rows: Sequence[int], taps: Sequence[int] = (), context: int = CONTEXT, seconds: float = 60.0
 ) -> Curve:
     """Times target steps (forward and head) over so many rows of a draft; medians of interleaved runs."""
-    ids = torch.arange(context, device=target.device)[None] % target.vocab_size
     cache = target.new_cache(context + max(rows))
-    target.forward(ids, torch.arange(context, device=target.device)[None], cache, taps=taps)
+    zero = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    target.forward(zero, zero, cache, taps=taps)
+    for buffer in (*cache.keys, *cache.values):  # what stands there costs the same, whatever it is
+        buffer[:, :, :context] = buffer[:, :, :1].clone()
+    if cache.positions is not None:
+        cache.positions[:, :context] = torch.arange(context, device=target.device)
     cache.commit(context)
 
     def step(n: int) -> None:
@@ -208,6 +250,20 @@ def try_drafts(
     }
 
 
+@torch.inference_mode()
+def first_hits(drafter: Drafter, texts: Sequence[Continuation]) -> tuple[int, int]:
+    """Of the first drafts at every place of the answers, how many are right; and of how many, 0 if it can't say."""
+    right = seen = 0
+    first_drafts: Any = getattr(drafter, "first_drafts", None)
+    for text in texts if first_drafts is not None else ():
+        T, rows = len(text.ids), len(text.ids) - text.prompt_tokens
+        # h[0..T-2] with x[1..T-1]; the last row predicts x[T], which is not there
+        drafts = first_drafts(drafter.begin(T + 1), text.ids[1:], text.features.rows(slice(T - 1)), rows)
+        right += int((drafts[:-1] == text.ids[T - rows + 1 :]).sum())
+        seen += rows - 1
+    return right, seen
+
+
 def profile(
     target: Target,
     drafter: Drafter,
@@ -222,7 +278,7 @@ def profile(
     Args:
         target: as it will decode (packed or not).
         drafter: what drafts.
-        texts: from `continuations`, on prompts that are not measured later; None: three calibration prompts.
+        texts: from `continuations`, on prompts that are not measured later; None: the calibration prompts.
         settings: candidates; more are derived from what these cost (`_derived`).
         context: tokens committed before a step, as far as its cost goes.
         cache: folder that keeps results; None: nothing is kept.
@@ -234,16 +290,17 @@ def profile(
     if file and file.is_file():
         return _from_json(json.loads(file.read_text()))
     if texts is None:
-        texts = continuations(target, load_prompts("calibration", limit=3), drafter.taps)
+        texts = continuations(target, load_prompts("calibration"), drafter.taps)
     drafting = [s for s in settings if s.nodes]
-    most = max((s.nodes + 1 for s in drafting), default=1)
-    rows = [n for n in ROWS if n < most] + [most]
-    curve = measure_target(target, rows, drafter.taps, context, SECONDS["target"])
+    curve = measure_target(target, ROWS, drafter.taps, context, SECONDS["target"])
+    # a draft that does not pay even if three of four tokens along its longest path come true, none of its others
+    drafting = [s for s in drafting if curve(s.nodes + 1) < WORTH * (1 + s.length) * curve(1)] or drafting[:1]
     trials = try_drafts(drafter, texts, drafting, SECONDS["drafter"])
     if derived := _derived(drafter, curve, trials):
         trials |= try_drafts(drafter, texts, derived, SECONDS["derived"])
-    plain = Candidate(OFF, (), curve(1), 0.0, median(t.other_ms for t in texts), curve)
-    other = _overhead(target, drafter, texts[0])
+    trials = _corrected(trials, first_hits(drafter, texts))
+    idle, other = (_overhead(target, drafter, texts[0], s) for s in (OFF, DraftSettings("chain", 2)))
+    plain = Candidate(OFF, (), curve(1), 0.0, idle, curve)
     out = [plain]
     for s, trial in trials.items():
         verify = fmean(curve(n + 1) for n in trial.nodes)
@@ -338,10 +395,33 @@ def _derived(drafter: Drafter, curve: Curve, trials: dict[DraftSettings, Trial])
     return [DraftSettings("chain", 8, min_confidence=cut), DraftSettings("tree", 6, 4, 12, min_confidence=cut)]
 
 
-def _overhead(target: Target, drafter: Drafter, text: Continuation) -> float:
-    """Milliseconds of a drafting round outside target and drafter."""
-    prompt = text.ids[: text.prompt_tokens]
-    out = generate(target, drafter, prompt, max_new_tokens=12, settings=DraftSettings("chain", 2), eos_token_ids=())
+def _corrected(trials: dict[DraftSettings, Trial], hits: tuple[int, int]) -> dict[DraftSettings, Trial]:
+    """Survival as if the first token had been tried at all places, where it was at a few only.
+
+    A draft of several first tokens is like as many tries of one, so it is the number of tries that is set right.
+    """
+    right, seen = hits
+    chains = [t for s, t in trials.items() if s.kind == "chain" and s.length and not s.min_confidence]
+    if not seen or not chains:
+        return trials
+
+    def smooth(share: float, places: int) -> float:
+        return (share * places + 1) / (places + 2)
+
+    tried = smooth(chains[0].survival[0], len(chains[0].nodes))
+    tries = math.log1p(-smooth(right / seen, seen)) / math.log1p(-tried)
+    out = {}
+    for s, trial in trials.items():
+        first = smooth(trial.survival[0], len(trial.nodes))
+        scale = (1 - (1 - first) ** tries) / max(trial.survival[0], first)
+        out[s] = replace(trial, survival=tuple(min(1.0, x * scale) for x in trial.survival))
+    return out
+
+
+def _overhead(target: Target, drafter: Drafter, text: Continuation, settings: DraftSettings) -> float:
+    """Milliseconds of a round outside target and drafter."""
+    prompt = text.ids[: text.prompt_tokens][-4:]
+    out = generate(target, drafter, prompt, max_new_tokens=6, settings=settings, eos_token_ids=())
     return median(r.other_s for r in out.rounds) * 1e3
 
 

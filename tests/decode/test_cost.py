@@ -39,6 +39,29 @@ def test_counted_tokens_a_step_are_those_of_a_real_decode(prompts, settings):
     assert list(trial.survival) == sorted(trial.survival, reverse=True) and max(trial.nodes) <= settings.nodes
 
 
+@torch.inference_mode()
+def test_first_drafts_at_all_places_set_right_what_few_places_showed(drafters, target, prompts):
+    texts = continuations(target, prompts, drafters["eagle3"].taps, max_new_tokens=12)
+    assert [len(t.ids) - t.prompt_tokens for t in texts] == [11] * 3
+    right, seen = cost.first_hits(drafters["eagle3"], texts)
+    drafter, one, hits = drafters["eagle3"], DraftSettings("chain", 1), 0
+    for text in texts:
+        state, read = drafter.begin(len(text.ids) + 2), 0
+        for last in range(text.prompt_tokens, len(text.ids) - 1):
+            drafter.extend(state, text.ids[read + 1 : last + 1], text.features.rows(slice(read, last)))
+            hits += int(drafter.propose(state, one).tokens[0] == text.ids[last + 1])
+            read = last
+    assert (right, seen) == (hits, 30)
+    assert cost.first_hits(Slow(), texts) == (0, 0), "a drafter that can't say"
+    tree = DraftSettings("tree", 2, 2, 4)
+    trials = {one: cost.Trial((0.6,), (1,) * 8, 1.0), tree: cost.Trial((0.8, 0.4), (4,) * 8, 1.0)}
+    corrected = cost._corrected(trials, (28, 98))
+    assert corrected[one].survival[0] == pytest.approx(0.29, abs=0.01)
+    first, second = corrected[tree].survival
+    assert 0.29 < first < 0.8 and second / first == pytest.approx(0.5), "later tokens as they were, given the first"
+    assert cost._corrected(trials, (0, 0)) == trials
+
+
 def test_what_a_tree_holds_of_a_text():
     tokens, parents = [5, 6, 7, 8], [-1, -1, 1, 2]
     assert _follow(tokens, parents, [6, 7, 8, 9]) == 3

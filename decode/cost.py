@@ -33,6 +33,7 @@ from decode.stats import context_bucket
 from decode.tree import ancestors, block_mask, walk
 from drafters.adapter import adapted
 from drafters.base import Drafter, DraftSettings, DraftTree
+from drafters.cache import KVCache
 from drafters.combine import Merged
 from drafters.errors import UserError
 from drafters.locate import cache_folder
@@ -176,18 +177,25 @@ def continuations(
 
 
 @torch.inference_mode()
-def measure_target(
-    target: Target, rows: Sequence[int], taps: Sequence[int] = (), context: int = CONTEXT, seconds: float = 60.0
-) -> Curve:
-    """Times target steps (forward and head) over so many rows of a draft; medians of interleaved runs."""
-    cache = target.new_cache(context + max(rows))
-    zero = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-    target.forward(zero, zero, cache, taps=taps)
-    for buffer in (*cache.keys, *cache.values):  # what stands there costs the same, whatever it is
+def filled_cache(target: Target, rows: int, context: int, room: int) -> KVCache:
+    """A cache of so many committed columns and room for more; what stands there costs the same, whatever it is."""
+    cache = target.new_cache(context + room)
+    zero = torch.zeros(rows, 1, dtype=torch.long, device=target.device)
+    target.forward(zero, zero, cache)
+    for buffer in (*cache.keys, *cache.values):
         buffer[:, :, :context] = buffer[:, :, :1].clone()
     if cache.positions is not None:
         cache.positions[:, :context] = torch.arange(context, device=target.device)
     cache.commit(context)
+    return cache
+
+
+@torch.inference_mode()
+def measure_target(
+    target: Target, rows: Sequence[int], taps: Sequence[int] = (), context: int = CONTEXT, seconds: float = 60.0
+) -> Curve:
+    """Times target steps (forward and head) over so many rows of a draft; medians of interleaved runs."""
+    cache = filled_cache(target, 1, context, max(rows))
 
     def step(n: int) -> None:
         block = torch.arange(n, device=target.device)

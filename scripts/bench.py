@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.cost import CONTEXT, Continuation, measure_target, try_drafts
+from decode.cost import CONTEXT, Continuation, filled_cache, measure_target, try_drafts
 from decode.engine import DraftSettings, generate
 from decode.environment import environment, load_average
 from drafters.build import TrainedDrafter, build_eagle, pack_drafter
@@ -181,12 +181,7 @@ def batched(target: Target) -> dict[str, float]:
     """A plain decode step (one new token a row) over 64 rows in steps over one row, at the same context."""
     steps: dict[int, Callable[[], None]] = {}
     for rows in (1, 64):
-        cache = target.new_cache(CONTEXT + 1)
-        ids = (torch.arange(CONTEXT, device=target.device)[None] % target.vocab_size).expand(rows, -1)
-        with torch.inference_mode():
-            target.forward(ids, torch.arange(CONTEXT, device=target.device).expand(rows, -1), cache)
-        cache.commit(CONTEXT)
-        steps[rows] = functools.partial(_decode_step, target, cache, rows)
+        steps[rows] = functools.partial(_decode_step, target, filled_cache(target, rows, CONTEXT, 1), rows)
     times: dict[int, list[float]] = {1: [], 64: []}
     for repeat in range(8):
         for rows, step in steps.items():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from decode.adapt import build_policy
+from decode.cost import filled_cache
 from decode.evaluate import evaluate
 from decode.prompts import load_prompts
 from decode.report import print_table, write_report
@@ -106,15 +107,13 @@ def _save_plan(out: Path, plan: dict[str, Any]) -> None:
 @torch.inference_mode()
 def _synthesis_rate(target: Target, rows: int = 32, steps: int = 30) -> float:
     """Tokens per second of a decode step over `rows` rows, less what templates, sampling and last columns take."""
-    cache = target.new_cache(200)
-    ids = torch.full((rows, 128), 7, device=target.device)
-    target.forward(ids, torch.arange(128, device=target.device).expand(rows, -1), cache)
-    cache.commit(128)
+    cache = filled_cache(target, rows, 128, steps + 2)
+    ids = torch.full((rows, 1), 7, device=target.device)
     for step in range(steps + 2):
         if step == 2:
             start = time.perf_counter()
         positions = torch.full((rows, 1), cache.length, device=target.device)
-        target.head(target.forward(ids[:, :1], positions, cache).final).argmax(-1).tolist()
+        target.head(target.forward(ids, positions, cache).final).argmax(-1).tolist()
         cache.commit(1)
     return 0.8 * rows * steps / (time.perf_counter() - start)
 

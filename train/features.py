@@ -1,7 +1,8 @@
 """Where a drafter's inputs come from: the frozen target in process, with a store on disk between epochs.
 
 Rows of the store are computed in fixed blocks, whatever order training visits them in, so a resumed run reads the very
-same numbers.
+same numbers. Text that the target has just written brings its features with it: they are what the target computed to
+write it.
 
 Shapes: B rows, T positions, D hidden width, A tapped layers.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,6 +25,8 @@ from tqdm import tqdm
 from drafters.errors import UserError
 from drafters.target import Features, Target
 from train.data import EncodedData, collate
+from train.recipe import Recipe
+from train.sources import read_jsonl
 
 BLOCK_ROWS = 16
 
@@ -70,10 +74,15 @@ class FeatureStore:
                     "set train.cache_features=false or lower synthesis.tokens"
                 )
 
-    def prepare(self) -> None:
-        """Fills the store, block by block; a killed run goes on where it stopped."""
+    def prepare(self, text: Path | None = None) -> None:
+        """Fills the store, block by block; a killed run goes on where it stopped.
+
+        Args:
+            text: the folder of synthesis, whose features are taken where they lie there.
+        """
         if not self.stored:
             return
+        written = _written(text) if text else {}
         self.folder.mkdir(parents=True, exist_ok=True)
         blocks = range(0, len(self.order), BLOCK_ROWS)
         missing = [start for start in blocks if not self._complete(start // BLOCK_ROWS)]
@@ -81,26 +90,41 @@ class FeatureStore:
         with tqdm(total=tokens, unit="tok", desc="target features", dynamic_ncols=True, disable=not missing) as bar:
             for start in missing:
                 rows = self.order[start : start + BLOCK_ROWS]
-                batch = self.data.batch(rows, self.pad_id)
-                block = start // BLOCK_ROWS
-                taps = sorted({*self.taps, *(self._taps(block) or ())})  # what another drafter left here stays
-                features = target_features(self.target, batch["input_ids"].to(self.target.device), taps)
-                kept = batch["loss_mask"].new_zeros(batch["input_ids"].shape)
-                for i, length in enumerate(batch["lengths"].tolist()):
-                    kept[i, :length] = True
-                parts = {"final": features.final}
-                if features.taps is not None:
-                    tapped = features.taps.split(self.target.hidden_size, dim=-1)
-                    parts |= {f"tap_{k}": tap for k, tap in zip(taps, tapped, strict=True)}
-                flat = {
-                    name: part[kept.to(part.device)].to(torch.bfloat16).cpu().contiguous()
-                    for name, part in parts.items()
-                }
-                path = self._path(block)
-                save_file(flat, path.with_suffix(".part"))
-                os.replace(path.with_suffix(".part"), path)
-                bar.update(int(kept.sum()))
+                path = self._path(start // BLOCK_ROWS)
+                taps = {*self.taps, *(self._taps(start // BLOCK_ROWS) or ())}  # what another drafter left here stays
+                _save(path, self._taken(rows, taps, written) or self._computed(rows, sorted(taps)))
+                bar.update(sum(self.lengths[row] for row in rows))
         self.ready = True
+
+    def _computed(self, rows: list[int], taps: list[int]) -> dict[str, Tensor]:
+        """Features of a block by reading its rows, one behind the other: (tokens, D) by name."""
+        batch = self.data.batch(rows, self.pad_id)
+        features = target_features(self.target, batch["input_ids"].to(self.target.device), taps)
+        kept = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
+        parts = {"final": features.final}
+        if features.taps is not None:
+            tapped = features.taps.split(self.target.hidden_size, dim=-1)
+            parts |= {f"tap_{k}": tap for k, tap in zip(taps, tapped, strict=True)}
+        return {name: part[kept.to(part.device)].to(torch.bfloat16).cpu() for name, part in parts.items()}
+
+    def _taken(
+        self, rows: list[int], taps: set[int], written: dict[bytes, tuple[Path, int]]
+    ) -> dict[str, Tensor] | None:
+        """The same from where the text was written; None where any of it is missing."""
+        places = [written.get(_digest(self.data[row]["input_ids"])) for row in rows]
+        names = ["final", *(f"tap_{k}" for k in sorted(taps))]
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        for row, place in zip(rows, places, strict=True):
+            if place is None:
+                return None
+            with safe_open(place[0], framework="pt") as file:
+                if not set(names) <= set(file.keys()):
+                    return None
+                for name in names:
+                    # the last token was never read; what follows it is not there to be learned
+                    read = file.get_slice(name)[place[1] : place[1] + self.lengths[row] - 1]
+                    parts[name].append(F.pad(read, (0, 0, 0, 1)))
+        return {name: torch.cat(part) for name, part in parts.items()}
 
     def get(self, rows: Sequence[int], ids: Tensor) -> Features:
         """Features of these rows, padded like `ids` (B, T), in the target's dtype and on its device."""
@@ -153,7 +177,7 @@ def check_features(target: Target, store: FeatureStore) -> None:
     batch = collate([store.data[row] for row in rows], store.pad_id)
     ids = batch["input_ids"].to(target.device)
     features = store.get(rows, ids)
-    length = min(int(batch["lengths"].min()), 128)
+    length = min(int(batch["lengths"].min()) - 1, 128)  # of written text the last token has none
     parts = {"final hidden state": features.final[:, :length]}
     if features.taps is not None:
         for k, tap in zip(store.taps, features.taps[:, :length].split(target.hidden_size, dim=-1), strict=True):
@@ -175,6 +199,56 @@ def check_features(target: Target, store: FeatureStore) -> None:
             f"the target's logits, recomputed from the features used, differ by {gap:.1%} of their range "
             f"(limit {limit:.1%}); delete {store.folder}, or report this architecture ({target.config.model_type})"
         )
+
+
+def taps_to_keep(recipe: Recipe, target: Target) -> tuple[int, ...] | None:
+    """Layers to keep while the target writes; None where features are not stored, or would not fit."""
+    taps = recipe.drafter.taps or target.default_taps() if recipe.drafter.kind == "eagle3" else ()
+    most = 2 * recipe.synthesis.tokens * (1 + len(taps)) * target.hidden_size * 2  # templates are not counted as tokens
+    return tuple(sorted(taps)) if recipe.train.cache_features and most <= recipe.train.cache_gb * 1e9 else None
+
+
+def save_written(shard: Path, taps: Sequence[int], rows: Sequence[Tensor]) -> None:
+    """Keeps the features of a shard's rows beside it, in their order: (T - 1, 1 + taps, D) each, or none of a row."""
+    if rows:
+        flat, lengths = torch.cat(list(rows)), torch.tensor([len(row) for row in rows])
+        names = ["final", *(f"tap_{k}" for k in taps)]
+        tensors = {name: flat[:, i] for i, name in enumerate(names)}
+        _save(shard.with_suffix(".safetensors"), {**tensors, "lengths": lengths})
+
+
+def drop_written(text: Path) -> None:
+    """Deletes what `save_written` left, once the stores have it."""
+    for file in text.glob("shard-*.safetensors"):
+        file.unlink()
+
+
+def _written(text: Path) -> dict[bytes, tuple[Path, int]]:
+    """Where each row's features lie: file and first row in it."""
+    places: dict[bytes, tuple[Path, int]] = {}
+    for file in sorted(text.glob("shard-*.safetensors")):
+        if not file.with_suffix(".jsonl").is_file():  # killed in between
+            continue
+        rows = [row["input_ids"] for row in read_jsonl(file.with_suffix(".jsonl")) if row]
+        try:
+            with safe_open(file, framework="pt") as kept:
+                lengths = kept.get_tensor("lengths").tolist()
+        except SafetensorError:  # damaged
+            continue
+        starts = np.cumsum([0, *lengths]).tolist()
+        for ids, length, start in zip(rows, lengths, starts, strict=False):
+            if length == len(ids) - 1:
+                places[_digest(ids)] = file, start
+    return places
+
+
+def _digest(ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).digest()
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
 
 
 def feature_key(target: Target, data: EncodedData) -> str:

@@ -37,7 +37,7 @@ from train.build import (
     release,
 )
 from train.data import EncodedData, global_batches, load_rows
-from train.features import FeatureStore, check_features
+from train.features import FeatureStore, check_features, drop_written
 from train.objectives import Objective, position_weights
 from train.recipe import Recipe
 from train.state import read_state, restore, save_state
@@ -304,9 +304,12 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
     store = make_store(target, rows, drafter, recipe, accelerator.is_main_process)
     held_out = make_store(target, validation, drafter, recipe, accelerator.is_main_process, not recipe.backbone.r)
     check_features(target, store)  # before hours are spent on them, and again as they come back from disk
+    text = Path(recipe.synthesis.folder) if recipe.data.source == "synthesis" else None
     with accelerator.main_process_first():
-        store.prepare()
-        held_out.prepare()
+        store.prepare(text)
+        held_out.prepare(text)
+        if text and accelerator.is_main_process:
+            drop_written(text)
     check_features(target, store)
     objective = make_objective(drafter, target, recipe)
     optimizers = make_optimizers(drafter, recipe)

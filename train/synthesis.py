@@ -3,7 +3,8 @@
 A block is a batch of rows that share one KV cache and advance in lockstep, one column a step. Tokens that the template
 dictates are forced, all others sampled, so rows in different phases never wait for each other and nothing is padded. A
 row whose conversation ends starts the next one in the column where it stands: its mask begins there and its positions
-at 0. A block is one shard on disk; with the same seed it always holds the same text.
+at 0. A block is one shard on disk; with the same seed it always holds the same text. What the target thought while it
+wrote lies beside it (`train.features`), so that it need not read its text again.
 
 Run: python scripts/prepare.py recipes/smollm2-eagle3.yaml
 """
@@ -13,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from drafters.errors import UserError
 from drafters.target import Target
+from train.features import save_written, taps_to_keep
 from train.recipe import Recipe, SynthesisOptions
 from train.sources import read_jsonl
 
@@ -72,7 +74,7 @@ def synthesize(recipe: Recipe, target: Target) -> Path:
     """Writes `shard-*.jsonl` until the recipe's tokens or rows are reached; continues where an earlier run stopped.
 
     Args:
-        recipe: sections `synthesis` and `seed` are read.
+        recipe: sections `synthesis` and `seed` are read; of the others, which features training will want.
         target: on the CPU it should be packed (`Target.pack`).
 
     Returns:
@@ -127,8 +129,11 @@ def _write_shard(
     """Generates one block and puts it in place at once, so that a half-written shard never counts."""
     start = time.perf_counter()
     shard = Shard(f"shard-{index:05d}.jsonl")
-    block = Block(recipe.synthesis, target, recipe.seed, index, prompts, shard)
+    taps = taps_to_keep(recipe, target)
+    block = Block(recipe.synthesis, target, recipe.seed, index, prompts, shard, taps)
     rows = block.run(tick)
+    if taps is not None:
+        save_written(folder / shard.file, taps, block.features)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     temporary = folder / f".{shard.file}"
     temporary.write_text(text, encoding="utf-8")
@@ -149,7 +154,12 @@ class Block:
         index: int,
         prompts: list[list[dict[str, str]]] | None,
         shard: Shard,
+        taps: Sequence[int] | None = None,
     ):
+        self.taps = taps
+        self.features: list[Tensor] = []
+        """Of every finished row but for its last token, which was not read: (T - 1, 1 + taps, D). None of a row that
+        was cut off while it was read anew."""
         self.options, self.target, self.shard = options, target, shard
         self.generator = torch.Generator(target.device).manual_seed(seed * 1_000_003 + index)
         self.warpers = LogitsProcessorList()
@@ -163,6 +173,7 @@ class Block:
         self.openings = [] if prompts else self._openings()
         started = [self._start(p) for p in prompts] if prompts else [self._start(None) for _ in range(options.batch)]
         self.rows: list[Conversation | None] = list(started)
+        self.starts = [0] * len(started)  # first column of each row's conversation
         self.columns = min(options.columns, target.max_positions)
         if prompts:  # given prompts need their own length, not the recipe's
             longest = max(len(c.ids) for c in started)
@@ -173,6 +184,11 @@ class Block:
                 f"synthesis.columns={self.columns} leaves no room for a conversation; at least "
                 f"{self._least_room()} are needed"
             )
+        kept = 0 if taps is None else 1 + len(taps)
+        self.states = torch.empty(
+            len(started), self.columns if kept else 0, kept, target.hidden_size, dtype=torch.bfloat16,
+            device=target.device,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def run(self, tick: Callable[[int], Any]) -> list[dict[str, Any]]:
@@ -198,6 +214,8 @@ class Block:
             tick(max(0, sum(c.sampled for c in self.rows if c) - before))
             if restarted:
                 starts[restarted] = column
+                for b in restarted:
+                    self.starts[b] = column
             if not any(self.rows):
                 break
             ids = torch.tensor(fed, device=device)[:, None]
@@ -209,9 +227,12 @@ class Block:
         return self.finished
 
     def _logits(self, ids: Tensor, positions: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-        final = self.target.forward(ids, positions, cache, mask).final[:, -1]
+        features = self.target.forward(ids, positions, cache, mask, self.taps or ())
+        if self.taps is not None:
+            layers = [] if features.taps is None else features.taps.split(self.target.hidden_size, dim=-1)
+            self.states[:, cache.length : cache.length + ids.shape[1]] = torch.stack([features.final, *layers], dim=2)
         cache.commit(ids.shape[1])
-        return self.target.head(final)  # (B, V): predicts each row's next token
+        return self.target.head(features.final[:, -1])  # (B, V): predicts each row's next token
 
     def _sample(self, logits: Tensor) -> Tensor:
         if self.options.temperature == 0:
@@ -325,6 +346,9 @@ class Block:
         self.finished.append(
             {"messages": messages, "input_ids": conversation.ids[:last], "loss_mask": conversation.mask[:last]}
         )
+        if self.taps is not None:
+            read = last - 1 if conversation.read >= last - 1 else 0
+            self.features.append(self.states[b, self.starts[b] : self.starts[b] + read].cpu())
         self.shard.written += 1
         self.shard.tokens += conversation.sampled
         self.rows[b] = None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train.features
 import train.synthesis
 from decode.engine import generate
 from drafters.errors import UserError
@@ -37,8 +38,9 @@ def chatty():
     return wrap_target(model, tokenizer, "chatty")
 
 
-def recipe_for(folder, prompts=None, seed=0, name="text", **options):
-    raw = {"output": str(folder / "run"), "drafter": {"kind": "medusa"}, "seed": seed, "data": {"validation_rows": 0}}
+def recipe_for(folder, prompts=None, seed=0, name="text", kind="medusa", train=None, **options):
+    raw = {"output": str(folder / "run"), "drafter": {"kind": kind}, "seed": seed, "data": {"validation_rows": 0}}
+    raw |= {"train": train} if train else {}
     given = {"prompts": str(prompts)} if prompts else {}
     return recipe_from_dict({**raw, "synthesis": {**SMALL, **given, "folder": str(folder / name), **options}})
 
@@ -247,6 +249,41 @@ def test_rows_load_as_they_are(chatty, tmp_path):
     kept = [row for row in rows if all(m["content"].strip() for m in row["messages"])]
     assert [row["input_ids"] for row in kept] == list(data.rows["input_ids"]) and len(kept) > 10
     assert [[bool(flag) for flag in row["loss_mask"]] for row in kept] == list(data.rows["loss_mask"])
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["self-written", "prompts"])
+def test_features_come_with_the_text(chatty, tmp_path, monkeypatch, given):
+    asked = [{"prompt": text} for text in ("the quick brown fox", "one", "how are you today my friend")]
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", asked) if given else None
+    recipe = recipe_for(tmp_path, prompts, kind="eagle3", tokens=800)
+    folder = synthesize(recipe, chatty)
+    data, _, _ = load_rows(recipe, chatty.tokenizer, vocab_size=512)
+    taps = chatty.default_taps()
+    store = train.features.FeatureStore(chatty, data, taps, tmp_path / "features", limit_gb=1.0)
+    compute = train.features.target_features
+    computed = []
+    monkeypatch.setattr(
+        train.features, "target_features", lambda t, ids, taps: computed.append(ids) or compute(t, ids, taps)
+    )
+    store.prepare(folder)
+    assert len(computed) < len(data) / 16, "only blocks with a row that was cut off while it was read anew"
+    batch = data.batch(range(len(data)), store.pad_id)
+    kept, read = store.get(range(len(data)), batch["input_ids"]), batch["lengths"][:, None] - 1
+    live = compute(chatty, batch["input_ids"], taps)
+    real = torch.arange(batch["input_ids"].shape[1]) < read  # the last token of a row was never read
+    for one, two in ((live.final, kept.final), (live.taps, kept.taps)):
+        torch.testing.assert_close(two[real], one[real].bfloat16().float(), rtol=2e-2, atol=1e-3)
+    train.features.check_features(chatty, store)
+    train.features.drop_written(folder)
+    other = train.features.FeatureStore(chatty, data, taps, tmp_path / "other", limit_gb=1.0)
+    computed.clear()
+    other.prepare(folder)
+    assert len(computed) == -(-len(data) // 16)
+
+
+def test_features_that_would_not_fit_are_not_kept(chatty, tmp_path):
+    folder = synthesize(recipe_for(tmp_path, train={"cache_gb": 1e-6}), chatty)
+    assert shards(folder) and not list(folder.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,15 @@ from drafters.target import Target
 
 SHIFTS = np.stack(np.meshgrid(np.linspace(-6, 6, 25), np.linspace(-6, 6, 13), indexing="ij")).reshape(2, -1)
 SPREAD = (1.0, 0.8)  # prior standard deviation of the first token's shift, and of the later tokens' against it
-FORGET = 0.97  # of a round's evidence, each later round that drafts: about 30 rounds count
+FORGET = 0.98  # of a round's evidence, each later round that drafts: about 50 rounds count
 DOUBT = 16.0  # nats: no shift is ever ruled out further than this, so that a change of text shows within a few rounds
-MARGIN = 1.03  # another setting must promise this much more speed before it replaces the present one
+MARGIN = 1.02  # another setting must promise this much more speed before it replaces the present one
+SURE = 1.01  # and drafting this much more than none: gains too small to tell from none are not worth the risk
 SAMPLES = 30  # drafts that a calibration curve is taken to rest on
 PROBE = (16, 0.02, 0.005)  # plain rounds before a draft is tried: so many, and enough for a failure to cost but these
 # shares of the time: the first failure, and each one once failures have doubled the wait
-JUDGE = (16, 8)  # plain rounds before the drafter is asked what it would have drafted, and of how many tokens
+JUDGE = (16, 64)  # plain rounds before the drafter is asked what it would have drafted of them: so many, and so many
+# at most once the answers have doubled the wait
 HOPE = 0.95  # of plain decoding's speed must then be likely before a draft is tried
 HORIZON = 64  # drafting rounds over which the reading of what waited for the drafter must pay
 SLOWEST = 0.06  # share of what a round shows about a setting's cost that is believed, once much is known
@@ -108,6 +110,7 @@ class Adaptive:
         self.gap = self.patience = max(PROBE[0], int((cheapest - 1) / PROBE[1]))
         self.probing = False
         self.judging, self.judgeable = 0, False  # tokens asked about now; whether the drafter ever answered
+        self.wait, self.unjudged = JUDGE[0], 0
         # whose first depth is an unconditional first draft: a cut leaves out those that the drafter doubts
         chains = [i for i, s in enumerate(self.settings) if s.kind == "chain" and s.length and not s.min_confidence]
         self.first = chains[0] if chains else self.off
@@ -131,7 +134,7 @@ class Adaptive:
         reading = np.where(np.arange(len(self.bias)) == self.off, 0.0, self.behind / HORIZON)
         cost = self.cost * np.exp(self._excess()) + reading
         rates = self.tokens @ (weight / weight.sum()) / cost * cost[self.off]
-        rates[self.off] *= MARGIN  # gains too small to tell from none are not worth the risk
+        rates[self.off] *= SURE
         return rates
 
     def choose(self, requests: int = 1, waiting: int = 0) -> DraftSettings:
@@ -152,14 +155,15 @@ class Adaptive:
         self.judging = 0
         if best == self.off and self.behind <= affordable and self.streak >= self.gap and hopeful:
             self.probing, used = True, int(np.argmax(drafting))
-        elif best == self.off and self.behind / requests <= affordable and self.streak % JUDGE[0] == JUDGE[0] - 1:
-            self.judging = JUDGE[1]  # of one request's
+        elif best == self.off and self.behind / requests <= affordable and self.unjudged >= self.wait - 1:
+            self.judging, self.unjudged = self.wait, -1  # of one request's
         elif (
             used != self.off
             and self.unchecked >= min(RECHECK, 5 * (1 + self.switches)) * (rates[best] / rates[self.off]) ** 2
         ):
             used = self.off
         self.streak += 1
+        self.unjudged = self.unjudged + 1 if best == self.off else 0
         self.unchecked = 0 if used == self.off else self.unchecked + 1
         self.used = used
         return self.settings[used]
@@ -180,6 +184,8 @@ class Adaptive:
             self.judgeable = True
             p = self.survival[self.first, :, 0].clip(1e-4, 1 - 1e-4)
             self._learn(right * np.log(p) + (seen - right) * np.log1p(-p), seen)
+            hopeless = np.argmax(self.rates()) == self.off
+            self.wait = min(2 * self.wait, JUDGE[1]) if hopeless else JUDGE[0]
 
     def _learn(self, likelihood: np.ndarray, rounds: int) -> None:
         evidence = FORGET**rounds * self.evidence + likelihood

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from decode.adapt import build_policy
+from decode.adapt import Adaptive, build_policy
 from decode.arms import PLAIN, Arm, Run, run_hf
 from decode.evaluate import Records, summarize
 from decode.prompts import Prompt, load_prompts
@@ -27,12 +27,13 @@ from drafters.errors import UserError
 from drafters.lookup import LookupDrafter
 from drafters.target import Features, Target, wrap_target
 
-FIXED = {f"chain{k}": DraftSettings("chain", k) for k in (1, 2, 4)} | {"tree4": DraftSettings("tree", 2, 3, 4)}
+FIXED = 3  # settings that the profile puts first
 LOOKUP, ASSISTED = 8, 4  # tokens drafted a round where both sides draft equally many
 TOKENS = 48
 HF_TOKENS = 24  # beside transformers, whose own speculation is slow here
 BLOCKS = 6  # of the target that make its draft model
-TURNS = 2
+TURNS = 4  # of adaptation, whose differences are small; beside transformers they are not
+HF_TURNS = 2
 
 
 class Adversary:
@@ -80,7 +81,7 @@ class HfArm(Arm):
             return run_hf(target, ids, sampling, max_new_tokens, assistant_model=model, **self.options)
 
 
-def measure(target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], tokens: int) -> Records:
+def measure(target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], tokens: int, turns: int) -> Records:
     """Times the prompts in turns, greedily and after a warm-up; records that `summarize` reads."""
     requests = [target.render(prompt.messages) for prompt in prompts]
     for arm in arms:
@@ -88,7 +89,7 @@ def measure(target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], toke
     records: Records = []
     for prompt, ids in zip(prompts, requests, strict=True):
         runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
-        for turn in range(TURNS):
+        for turn in range(turns):
             for arm in arms if turn % 2 == 0 else reversed(arms):
                 runs[arm.name].append(arm.run(target, ids, SamplingParams(), tokens))
         records.append({"id": prompt.id, "category": prompt.category, "arms": runs})
@@ -98,8 +99,9 @@ def measure(target: Target, arms: Sequence[Arm], prompts: Sequence[Prompt], toke
 def adaptation(target: Target, drafter: Drafter, prompts: Sequence[Prompt], tokens: int = TOKENS) -> dict[str, float]:
     """The adaptive policy against plain decoding and against the best fixed setting, category by category.
 
-    The adversary drafts under a policy made for the real drafter, which therefore trusts it at first. The best fixed
-    setting is known only afterwards, for each category anew: its noise counts for it.
+    The adversary drafts under a policy made for the real drafter, which therefore trusts it at first. The fixed
+    settings are the three that the profile expects most of; the best of them is known only afterwards, for each
+    category anew: its noise counts for it.
 
     Args:
         target: as it will decode.
@@ -109,17 +111,22 @@ def adaptation(target: Target, drafter: Drafter, prompts: Sequence[Prompt], toke
     """
     make = functools.partial(Arm, adapts=drafter if getattr(drafter, "adapter", None) is not None else None)
     adversary = Adversary(drafter, target.vocab_size)
+    policy = build_policy("adaptive", target, drafter)
+    assert isinstance(policy, Adaptive)
+    drafting = [s for s in policy.settings if s.nodes][:FIXED]
+    names = [f"chain{s.length}" if s.kind == "chain" else f"tree{s.total}x{s.length}" for s in drafting]
+    names = [name + ("cut" if s.min_confidence else "") for name, s in zip(names, drafting, strict=True)]
     arms = [
         make(PLAIN),
-        make("adaptive", drafter, build_policy("adaptive", target, drafter)),
-        *(make(name, drafter, settings) for name, settings in FIXED.items()),
+        make("adaptive", drafter, policy),
+        *(make(name, drafter, settings) for name, settings in zip(names, drafting, strict=True)),
         make("adversarial", adversary, build_policy("adaptive", target, drafter)),
     ]
-    records = measure(target, arms, prompts, tokens)
+    records = measure(target, arms, prompts, tokens, TURNS)
     against_plain = {arm.name: summarize(arm.name, records, PLAIN) for arm in arms[1:]}
     results = {f"{name}_vs_plain": summary["speedup"] for name, summary in against_plain.items()}
     results["adversarial_accepted_per_step"] = against_plain["adversarial"]["accepted_per_step"]
-    against_fixed = [summarize("adaptive", records, name)["by_category"] for name in FIXED]
+    against_fixed = [summarize("adaptive", records, name)["by_category"] for name in names]
     plain: list[float] = []
     fixed: list[float] = []
     for category, row in against_plain["adaptive"]["by_category"].items():
@@ -155,7 +162,7 @@ def beside_hf(target: Target, draft: Target, prompts: Sequence[Prompt], tokens: 
         HfArm("hf_assisted", assistant=draft),
         HfArm("hf_assisted_fixed", assistant=draft, assistant_options=equal),
     ]
-    records = measure(target, arms, prompts, tokens)
+    records = measure(target, arms, prompts, tokens, HF_TURNS)
     pairs = {"lookup": "hf_lookup", "lookup_fixed": "hf_lookup"}
     pairs |= {name: f"hf_{name}" for name in ("assisted", "assisted_fixed")}
     return {f"vs_hf_{ours}": summarize(ours, records, theirs)["speedup"] for ours, theirs in pairs.items()}

@@ -25,7 +25,7 @@ from drafters.target import Target
 
 SIZES = (1, 2, 4, 8, 16)
 CHAINS = (1, 2, 4)
-TURNS = 2
+TURNS = 3
 PROMPTS = 4  # at least, one batch after another
 
 

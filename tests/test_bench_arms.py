@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from decode.adapt import Adaptive
 from decode.arms import Arm, Run
+from decode.cost import OFF, Candidate, Curve
 from decode.prompts import load_prompts
 from decode.sampling import SamplingParams
 from drafters.base import DraftSettings
@@ -18,7 +20,7 @@ def clock(monkeypatch):
     """Sets what each arm takes for 4 tokens, in seconds by (arm, category) or arm, else 1; returns the table."""
     seconds = {}
 
-    def measure(target, arms, prompts, tokens):
+    def measure(target, arms, prompts, tokens, turns):
         def run(arm, category):
             took = seconds.get((arm, category), seconds.get(arm, 1.0))
             return Run([1, 2, 3, 4], [[2, 2, 1, 2, 0, 0, 0, took / 2]] * 2, 5, took / 2, took / 2, "length", 0.0)
@@ -35,8 +37,12 @@ def clock(monkeypatch):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
     """One pass over the arms, and policies that need no profile."""
+    settings = [DraftSettings("chain", 1), OFF, DraftSettings("chain", 2), DraftSettings("tree", 2, 3, 4)]
+    curve = Curve({1: 10.0, 5: 12.0})
+    known = [Candidate(s, (0.5,) * s.length, curve(s.nodes + 1), 0.5, 0.1, curve) for s in settings]
     monkeypatch.setattr(bench_arms, "TURNS", 1)
-    monkeypatch.setattr(bench_arms, "build_policy", lambda *_: DraftSettings("chain", 2))
+    monkeypatch.setattr(bench_arms, "HF_TURNS", 1)
+    monkeypatch.setattr(bench_arms, "build_policy", lambda *_: Adaptive(known))
 
 
 def test_a_cut_target_computes_what_the_first_blocks_do(target):
@@ -60,7 +66,7 @@ def test_every_arm_writes_what_the_target_writes(target, drafters):
         HfArm("hf_model", assistant=draft),
         HfArm("hf_equal", assistant=draft, assistant_options=equal),
     ]
-    for record in measure(target, arms, load_prompts("headstart", limit=2), tokens=12):
+    for record in measure(target, arms, load_prompts("headstart", limit=2), tokens=12, turns=1):
         texts = {name: runs[0].tokens for name, runs in record["arms"].items()}
         assert all(tokens == texts["plain"] for tokens in texts.values()), texts
 
@@ -77,7 +83,7 @@ def test_transformers_drafts_with_the_model_and_as_many_tokens_as_asked(target, 
 
 def test_minima_are_over_categories_and_the_adversary_counts(clock, target, drafters):
     prompts = load_prompts("headstart", per_category=1)
-    clock |= {"plain": 2.0, "chain2": 1.5, ("chain4", "code"): 0.9, ("adaptive", "math"): 1.6, "tree4": 1.25}
+    clock |= {"plain": 2.0, "chain2": 1.5, ("chain1", "code"): 0.9, ("adaptive", "math"): 1.6, "tree4x2": 1.25}
     found = adaptation(target, drafters["eagle3"], prompts)
     assert found["adaptive_vs_plain_chat"] == 2 and found["adaptive_vs_plain_min"] == 2 / 1.6
     assert found["adaptive_vs_best_fixed_code"] == pytest.approx(0.9)

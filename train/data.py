@@ -219,11 +219,13 @@ def _encode(
     options = recipe.data
     for number, raw in enumerate(read_rows(recipe), start=1):
         report.read = number
+        written: Any = None
         try:
             if raw is None:
                 raise RowDropped("bad_json", "not a JSON object")
             if "input_ids" in raw:
                 encoded = [_given(tokenizer, raw, options.max_length, vocab_size)]
+                written = raw.get("written")
             else:
                 messages = raw.get("messages", raw.get("conversations"))
                 if messages is None:
@@ -236,8 +238,9 @@ def _encode(
             if max(ids, default=0) >= vocab_size:
                 report.drop(number, RowDropped("id_out_of_range", f"ids must be whole numbers below {vocab_size}"))
                 continue
-            if options.train_on == "all":
-                mask = [index > 0 for index in range(len(ids))]
+            if options.train_on == "all":  # not what the template dictates, where the row says what that is
+                known = isinstance(written, list) and len(written) == len(raw["input_ids"])
+                mask = [bool(w) for w in written[: len(ids)]] if known else [index > 0 for index in range(len(ids))]
             # Every drafter predicts two tokens ahead or more, so the first two are never predicted.
             if not any(mask[2:]):
                 report.drop(number, RowDropped("nothing_to_train_on"))

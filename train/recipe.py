@@ -59,7 +59,7 @@ class DataOptions:
     max_length: Annotated[int, Range(4)] = 512
     """Longest row in tokens; longer ones are cut, and dropped when nothing to train on is left."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """`assistant`: its text and end of turn. `all`: every token after the first; only for what the target wrote."""
+    """`assistant`: its text and end of turn. `all`: all that the target wrote, its users' turns too."""
     turns: Literal["all", "last", "split"] = "all"
     """Assistant turns of a conversation that are trained on: `all` in one row, only the `last`, or `split` into one row
     each, for templates that drop the reasoning of earlier turns."""

@@ -45,6 +45,7 @@ class Conversation:
     """User turns still to come; None: the target writes them."""
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    """1 where the target wrote as assistant, 2 where it wrote as user."""
     read: int = 0
     """How many of `ids` the target has read; what lies behind is dictated by the template."""
     role: str = "user"
@@ -78,7 +79,8 @@ def synthesize(recipe: Recipe, target: Target) -> Path:
         target: on the CPU it should be packed (`Target.pack`).
 
     Returns:
-        The folder. A row is {"messages", "input_ids", "loss_mask"}; the mask marks what the target wrote as assistant.
+        The folder. A row is {"messages", "input_ids", "loss_mask", "written"}; the mask marks what the target wrote as
+        assistant, `written` all that it wrote.
 
     Raises:
         UserError: the folder holds text of other settings, prompts can't be read, a template shows no user turn, or
@@ -266,7 +268,7 @@ class Block:
         conversation.sampled += 1
         if conversation.role == "assistant" or not ended:
             conversation.ids.append(choice)
-            conversation.mask.append(int(conversation.role == "assistant"))
+            conversation.mask.append(1 if conversation.role == "assistant" else 2)
         if not ended and len(conversation.turn) < limit:
             return False
         text = conversation.opener + self._decode(conversation.turn[:-1] if ended else conversation.turn)
@@ -337,15 +339,15 @@ class Block:
         if cut and conversation.role == "assistant" and conversation.turn:
             text = self._decode(conversation.turn)
             messages = [*messages, {"role": "assistant", "content": text}]
-        if not any(conversation.mask):
+        if 1 not in conversation.mask:
             self._drop(b, "cut_before_the_answer")
             return
         last = len(conversation.mask) - conversation.mask[::-1].index(1)  # what follows the last answer is no use
         while messages[-1]["role"] == "user":
             messages = messages[:-1]
-        self.finished.append(
-            {"messages": messages, "input_ids": conversation.ids[:last], "loss_mask": conversation.mask[:last]}
-        )
+        ids, mask = conversation.ids[:last], conversation.mask[:last]
+        masks = {"loss_mask": [int(m == 1) for m in mask], "written": [int(m > 0) for m in mask]}
+        self.finished.append({"messages": messages, "input_ids": ids, **masks})
         if self.taps is not None:
             read = last - 1 if conversation.read >= last - 1 else 0
             self.features.append(self.states[b, self.starts[b] : self.starts[b] + read].cpu())

@@ -220,6 +220,11 @@ def test_train_on_all_of_the_targets_own_text(tmp_path):
     train, validation, report = load_rows(recipe_from_dict(recipe), make_tokenizer())
     assert train[0]["loss_mask"] == [False, True, True, True, True] and report.supervised == 8
     assert len(train) == len(validation) == 1 and train[0]["input_ids"] != validation[0]["input_ids"]
+    row = {"input_ids": [30] * 6, "loss_mask": [0, 0, 0, 0, 1, 1], "written": [0, 0, 1, 0, 1, 1]}
+    (folder / "shard-00002.jsonl").write_text(json.dumps(row))
+    train, validation, _ = load_rows(recipe_from_dict(recipe), make_tokenizer())
+    masks = [list(row["loss_mask"]) for row in (*train, *validation) if row["input_ids"][0] == 30]
+    assert masks == [[False, False, True, False, True, True]], "not what the template dictates"
 
 
 def test_cache_misses_when_anything_changes(load, monkeypatch):  # pitfall 11

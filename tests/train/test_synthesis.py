@@ -240,6 +240,15 @@ def test_prompts_that_are_none(chatty, tmp_path, content, expected):
         synthesize(recipe_for(tmp_path, path), chatty)
 
 
+def test_what_was_written_holds_both_sides_and_no_template(chatty, tmp_path):
+    folder = synthesize(recipe_for(tmp_path), chatty)
+    rows = rows_of(folder)
+    assert all(w >= m for row in rows for w, m in zip(row["written"], row["loss_mask"], strict=True))
+    answers, written = (sum(sum(row[key]) for row in rows) for key in ("loss_mask", "written"))
+    # a user turn that is tokenized anew counts up to where that shows
+    assert 1.1 * answers < written <= manifest_of(folder)["totals"]["tokens"]
+
+
 def test_rows_load_as_they_are(chatty, tmp_path):
     recipe = recipe_for(tmp_path, tokens=800)
     rows = rows_of(synthesize(recipe, chatty))

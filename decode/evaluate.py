@@ -77,8 +77,8 @@ def evaluate(
         settings: draft settings or policies by drafter's name, or settings for all drafters; where left out, the
             drafter's `default_settings`. A policy belongs to one drafter.
         sampling: temperature 0 also checks that every arm's output is the target's own.
-        runs: passes a prompt makes over the arms, every second one in reverse order and without HF `generate`; keep it
-            even.
+        runs: passes a prompt makes over the arms, every second one in reverse order and without HF `generate`; where
+            their number is odd, every second prompt makes them backwards. More prompts tell more than more passes.
         warmup: untimed requests per arm before the first measurement.
         raw_path: JSONL file for raw measurements; an equal evaluation resumes from it, that of another one is renamed.
 
@@ -138,7 +138,7 @@ def _check(drafters: Mapping[str, Any], prompts: Sequence[Prompt], runs: int, ma
     if not prompts:
         raise UserError("there is no prompt to measure on")
     if runs < 1:
-        raise UserError(f"runs={runs} must be at least 1 (2 cancels drift)")
+        raise UserError(f"runs={runs} must be at least 1")
     if max_new_tokens < 2:
         raise UserError(
             f"max_new_tokens={max_new_tokens}: the first token comes from prefill, so at least 2 are needed"
@@ -193,6 +193,7 @@ def _measure(
     """Run what `records` lacks and append it there and to `raw_path`, prompt by prompt."""
     done = {r["id"] for r in records}
     missing = [p for p in prompts if p.id not in done]
+    backwards = {p.id for p in prompts[1::2]} if described["runs"] % 2 else set()
     if not missing:
         return
     runs, limit = described["runs"], described["max_new_tokens"]
@@ -203,7 +204,7 @@ def _measure(
     with tqdm(total=len(missing) * len(order), unit="request", disable=not progress) as bar:
         for prompt in missing:
             measured: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
-            for arm, index in order:
+            for arm, index in reversed(order) if prompt.id in backwards else order:
                 seeded = replace(sampling, seed=sampling.seed + index)  # each pass its own draws, the same in all arms
                 run = arm.run(target, requests[prompt.id], seeded, limit)
                 measured[arm.name].append(asdict(run))

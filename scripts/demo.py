@@ -28,7 +28,7 @@ from train.loop import train
 from train.recipe import Recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-SYNTHESIS_SECONDS = 320
+SYNTHESIS_SECONDS = 335
 # A small model begins most conversations alike. The prompts it is measured on are not among these.
 OPENERS = (
     "", "Write a Python function that", "Explain", "Solve this problem step by step:", "Shorten this text:\n\n",
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--tokens", type=int, help="tokens the target writes; default: what this machine writes in 5 minutes"
     )
-    p.add_argument("--prompts", type=int, default=12, help="prompts to measure on")
+    p.add_argument("--prompts", type=int, default=20, help="prompts to measure on")
     return p
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     prompts = load_prompts("headstart", limit=plan["prompts"])
     folder = out / "report"
     report = evaluate(
-        target, drafters, prompts, settings=settings, max_new_tokens=plan["max_new_tokens"], runs=2,
+        target, drafters, prompts, settings=settings, max_new_tokens=plan["max_new_tokens"], runs=1,
         raw_path=folder / "raw.jsonl", prompts_name="headstart",
     )  # fmt: skip
     page = write_report(report, report["outputs"], folder)
@@ -126,6 +126,7 @@ def _recipes(out: Path, target: str, dtype: str, plan: dict[str, Any]) -> dict[s
         f"synthesis.tokens={plan['tokens']}",
         f"synthesis.openers={json.dumps(OPENERS)}",
         f"train.features={out / 'features'}",
+        "train.eval_every=300",
     ]
     files = {"eagle3": "smollm2-eagle3.yaml", "medusa": "smollm2-medusa1.yaml"}
     return {kind: load_recipe(RECIPES / file, [*shared, f"output={out / kind}"]) for kind, file in files.items()}

@@ -154,6 +154,12 @@ def test_arms_interleave_there_and_back(target, prompts, scripted_engine):
     assert len({tuple(call[1]) for call in scripted_engine}) == 1
 
 
+def test_with_one_run_every_second_prompt_goes_through_the_arms_backwards(target, prompts, scripted_engine):
+    a, b = Scripted(0.01), Scripted(0.02)
+    run(target, {"a": a, "b": b}, prompts[:3], warmup=0, runs=1)
+    assert [call[0] for call in scripted_engine] == [None, a, b, b, a, None, None, a, b]
+
+
 def test_hf_generate_stands_in_the_middle_of_each_way_there_and_back():
     arms = [Arm("plain"), Arm("a"), Arm("hf_generate")]
     order = [(arm.name, index) for arm, index in _interleaved(arms, 3)]

@@ -155,7 +155,7 @@ class Adaptive:
         self.judging = 0
         if best == self.off and self.behind <= affordable and self.streak >= self.gap and hopeful:
             self.probing, used = True, int(np.argmax(drafting))
-        elif best == self.off and self.behind / requests <= affordable and self.unjudged >= self.wait - 1:
+        elif best == self.off and self.unjudged >= self.wait - 1:
             self.judging, self.unjudged = self.wait, -1  # of one request's
         elif (
             used != self.off
@@ -175,7 +175,7 @@ class Adaptive:
             if self.probing:
                 self._judge_probe(rounds)
             self._learn(np.sum([self._likelihood(r) for r in drafted], axis=0), 1)
-        if drafted or not self.judging:  # else the drafter's reading is in the time
+        if drafted or not self.judging:  # else its judgement is in the time
             self._learn_cost(rounds)
 
     def judged(self, right: int, seen: int) -> None:

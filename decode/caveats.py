@@ -143,7 +143,7 @@ def _setup_warnings(report: dict[str, Any]) -> list[str]:
     found: list[str] = []
     if report["prompts"]["count"] < 10:
         found.append(f"only {report['prompts']['count']} prompts: read the intervals, not the point estimates")
-    if report["settings"]["runs"] % 2:
+    if report["settings"]["runs"] % 2 and report["prompts"]["count"] == 1:
         found.append(f"runs={report['settings']['runs']} is odd: a drift of the machine's speed does not cancel")
     load = report["environment"].get("load_before")
     if load and load[0] > (os.cpu_count() or 1) + 0.5:  # a training that just ended here fills its own cores

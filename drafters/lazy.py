@@ -10,6 +10,7 @@ from torch import Tensor
 from drafters.base import Drafter, DraftSettings, DraftTree
 from drafters.target import Features
 
+CONTEXT = 16  # rows before those that are judged; one seed, 1,920 places: 28.5 % right, and 29.8 % with all rows
 ROWS = 512  # waiting features are bounded: reading so many rows at once costs little a row
 
 
@@ -30,6 +31,14 @@ class LazyState:
         waiting = torch.cat(self.tokens), Features.join(self.features)
         self.tokens, self.features, self.rows = [], [], 0
         return waiting
+
+    def last(self, rows: int) -> tuple[Tensor, Features]:
+        """The last so many rows of what waits, or all of it; they go on waiting."""
+        first, seen = len(self.tokens), 0
+        while first and seen < rows:
+            first, seen = first - 1, seen + len(self.tokens[first - 1])
+        skip = slice(max(0, seen - rows), None)
+        return torch.cat(self.tokens[first:])[skip], Features.join(self.features[first:]).rows(skip)
 
 
 class Lazy:
@@ -96,15 +105,17 @@ class Lazy:
         return LazyState(capacity, inner, device=state.device)
 
     def judge(self, state: LazyState, rows: int) -> tuple[int, int]:
-        """Reads what waits. Of the first drafts before its last rows, how many would have been right, and of how many.
+        """Of the first drafts before the last rows that wait, how many would have been right, and of how many.
 
-        That costs far less than to draft and to verify each; (0, 0) for a drafter that can't say.
+        That costs far less than to draft and to verify each; (0, 0) for a drafter that can't say. It is not worth
+        reading all that waits, a prompt maybe: with the last few rows alone EAGLE is right nearly as often.
         """
         rows = min(rows, state.rows - 1)
         if rows < 1 or not hasattr(self.drafter, "first_drafts"):
             return 0, 0
-        inner, (tokens, features) = self._begun(state), state.take()
-        drafts = self.drafter.first_drafts(inner, tokens, features, rows + 1)  # the last one's token is yet to come
+        tokens, features = state.last(rows + CONTEXT)
+        scratch = self.drafter.begin(len(tokens) + 1)
+        drafts = self.drafter.first_drafts(scratch, tokens, features, rows + 1)  # the last one's token is yet to come
         return int((drafts[:-1] == tokens[-rows:]).sum()), rows
 
     @staticmethod

@@ -28,7 +28,7 @@ from train.loop import train
 from train.recipe import Recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-SYNTHESIS_SECONDS = 335
+SYNTHESIS_SECONDS = 300
 # A small model begins most conversations alike. The prompts it is measured on are not among these.
 OPENERS = (
     "", "Write a Python function that", "Explain", "Solve this problem step by step:", "Shorten this text:\n\n",

@@ -15,7 +15,7 @@ from decode.cost import CANDIDATES, OFF, Candidate, Curve
 from decode.engine import Round, generate
 from drafters.base import DraftSettings
 from drafters.errors import UserError
-from drafters.lazy import ROWS, Lazy
+from drafters.lazy import CONTEXT, ROWS, Lazy
 from tests.scripted import contrary, oracle, wavering
 
 CURVES = {
@@ -288,7 +288,12 @@ def test_a_drafter_says_what_it_would_have_drafted(target, drafters, case, kind)
     state = lazy.begin(100)
     lazy.extend(state, *part(0, 50))
     right = sum(int(ids[0, row + 2]) == draft for row, draft in zip(range(30, 49), drafts, strict=False))
-    assert lazy.judge(state, 19) == (right, 19) and lazy.waiting(state) == 0
+    scratch, tail = drafter.begin(100), 19 + CONTEXT
+    seen = drafter.first_drafts(scratch, *part(50 - tail, 50), 20)[:-1]
+    near = int((seen == ids[0, 32:51]).sum())
+    assert lazy.judge(state, 19) == (near, 19) and abs(near - right) <= 1
+    assert lazy.waiting(state) == 50 and [len(part) for part in state.last(7)[:1]] == [7], "nothing is taken"
+    assert state.last(60)[0].tolist() == ids[0, 1:51].tolist()
     scripted = oracle(answer, len(prompt))
     scripted.first_drafts = lambda state, tokens, features, rows: torch.cat([ids[0, 52 - rows : 51], ids[0, :1]])
     lazy = Lazy(scripted)

@@ -203,9 +203,11 @@ def check_features(target: Target, store: FeatureStore) -> None:
 
 def taps_to_keep(recipe: Recipe, target: Target) -> tuple[int, ...] | None:
     """Layers to keep while the target writes; None where features are not stored, or would not fit."""
-    taps = recipe.drafter.taps or target.default_taps() if recipe.drafter.kind == "eagle3" else ()
+    taps: tuple[int, ...] = ()
+    if recipe.drafter.kind == "eagle3":
+        taps = target.check_taps(recipe.drafter.taps or target.default_taps())  # before hours of writing
     most = 2 * recipe.synthesis.tokens * (1 + len(taps)) * target.hidden_size * 2  # templates are not counted as tokens
-    return tuple(sorted(taps)) if recipe.train.cache_features and most <= recipe.train.cache_gb * 1e9 else None
+    return taps if recipe.train.cache_features and most <= recipe.train.cache_gb * 1e9 else None
 
 
 def save_written(shard: Path, taps: Sequence[int], rows: Sequence[Tensor]) -> None:

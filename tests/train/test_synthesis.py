@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,13 @@ def test_features_come_with_the_text(chatty, tmp_path, monkeypatch, given):
     computed.clear()
     other.prepare(folder)
     assert len(computed) == -(-len(data) // 16)
+
+
+def test_layers_that_are_not_there_are_an_error_before_anything_is_written(chatty, tmp_path):
+    recipe = recipe_for(tmp_path)
+    recipe = replace(recipe, drafter=replace(recipe.drafter, kind="eagle3", taps=(0, 99)))
+    with pytest.raises(UserError, match="99"):
+        synthesize(recipe, chatty)
 
 
 def test_features_that_would_not_fit_are_not_kept(chatty, tmp_path):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.cache import KVCache
+from drafters.cache import KVCache, Place
 from drafters.errors import UserError
 
 PAGE = 16  # rows
@@ -194,6 +194,15 @@ class PagePool(KVCache):
         if len(self.serving) == 1 and self.length == 0:
             return key_states, value_states
         return self._columns(self.keys[layer_idx]), self._columns(self.values[layer_idx])
+
+    def place(self, B: int, N: int) -> Place | None:
+        """See `KVCache.place`."""
+        if self.gathered or not self.keys or self.length == 0:
+            return None
+        rows = self.rows
+        if self.padded:
+            rows = rows.new_full((B * N,), -1).index_copy_(0, self.real, rows)
+        return Place(rows, self.start * self.page, self.step * self.page, self.visible)
 
     def note_positions(self, positions: Tensor) -> Tensor:
         """(B, N) rotary positions of the new rows -> (B, S) of all columns: a committed row stands at its own index."""

@@ -1,8 +1,27 @@
 """A preallocated KV cache for an unmodified HF model: hands out views, commits by gather, rolls back by length."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import Cache
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the next forward's rows go in every layer's buffers, and what they see: for a kernel that does both.
+
+    Counted in rows of one head.
+    """
+
+    rows: Tensor
+    """(B * N,) long, where each new row is written; -1 for one that is not kept."""
+    first: int
+    """Where the first request's columns begin."""
+    batch: int
+    """From one request's columns to the next one's."""
+    visible: int
+    """Columns that each has, the new ones last."""
 
 
 class KVCache(Cache):
@@ -33,8 +52,7 @@ class KVCache(Cache):
             ValueError: the rows do not fit the capacity.
         """
         end = self.length + key_states.shape[2]
-        if end > self.capacity:
-            raise ValueError(f"KV cache of {self.capacity} rows cannot take row {end}")
+        self._check(end)
         while len(self.keys) <= layer_idx:
             B, K, _, D = key_states.shape
             # zeros, not empty: a masked column times NaN garbage would still be NaN
@@ -44,6 +62,23 @@ class KVCache(Cache):
         keys[:, :, self.length : end] = key_states
         values[:, :, self.length : end] = value_states
         return keys[:, :, :end], values[:, :, :end]
+
+    def place(self, B: int, N: int) -> Place | None:
+        """Where N new rows of each of B sequences go; None where only `update` can say.
+
+        Raises:
+            ValueError: the rows do not fit the capacity.
+        """
+        if not self.keys:
+            return None
+        self._check(self.length + N)
+        apart = self.keys[0].shape[1] * self.capacity
+        rows = torch.arange(self.length, self.length + N)
+        return Place((torch.arange(B)[:, None] * apart + rows).flatten(), 0, apart, self.length + N)
+
+    def _check(self, end: int) -> None:
+        if end > self.capacity:
+            raise ValueError(f"KV cache of {self.capacity} rows cannot take row {end}")
 
     def note_positions(self, positions: Tensor) -> Tensor:
         """Records where the next N rows stand, (B, N); returns the positions of all visible rows (B, length + N)."""

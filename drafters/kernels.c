@@ -10,6 +10,8 @@
 
 typedef float f32x8 __attribute__((vector_size(32), aligned(4)));
 typedef int32_t i32x8 __attribute__((vector_size(32), aligned(4)));
+typedef float f32x4 __attribute__((vector_size(16), aligned(4)));
+typedef int32_t i32x4 __attribute__((vector_size(16), aligned(4)));
 
 #define EACH1(DO) DO(0)
 #define EACH2(DO) EACH1(DO) DO(1)
@@ -28,7 +30,7 @@ typedef int32_t i32x8 __attribute__((vector_size(32), aligned(4)));
     { \
         EACH##M(ZERO) \
         for (long k = 0; k < K; k++) { \
-            __builtin_prefetch(w + 8 * k + 256); /* the machine's own prefetching ends with each page */ \
+            __builtin_prefetch(w + 8 * k + 1024); /* the machine's own prefetching ends with each page */ \
             i32x8 pair = *(const i32x8 *)(w + 8 * k); \
             f32x8 lo = (f32x8)(pair << 16), hi = (f32x8)(pair & (int32_t)0xffff0000); \
             EACH##M(STEP) \
@@ -73,12 +75,18 @@ static void normalize(const float *x, const float *weight, float eps, float *y, 
         y[k] = x[k] * scale * weight[k];
 }
 
+static void norms(const float *x, const float *weight, float eps, float *y, long n, long K)
+{
+#pragma omp for schedule(static)
+    for (long r = 0; r < n; r++)
+        normalize(x + r * K, weight, eps, y + r * K, K);
+}
+
 /* Rows of x (n, K), each divided by its root mean square. */
 void rms_norm(const float *x, const float *weight, float eps, float *y, long n, long K)
 {
-#pragma omp parallel for schedule(static) if (n > 16)
-    for (long r = 0; r < n; r++)
-        normalize(x + r * K, weight, eps, y + r * K, K);
+#pragma omp parallel if (n > 16)
+    norms(x, weight, eps, y, n, K);
 }
 
 static f32x8 gated(f32x8 gate, f32x8 up)
@@ -100,6 +108,33 @@ static void gate(const float *x, float *y, long K)
     }
 }
 
+static void gates(const float *x, float *y, long n, long K)
+{
+#pragma omp for schedule(static)
+    for (long r = 0; r < n; r++)
+        gate(x + r * 2 * K, y + r * K, K);
+}
+
+/* y = x W^T [+ residual] by all threads of a team; y may be the residual. */
+static void linear(const float *x, const int32_t *w, float *y, long n, long K, long O, const float *residual)
+{
+    const long blocks = (n + 5) / 6;
+#pragma omp for schedule(static)
+    for (long p = 0; p < (O + 15) / 16; p++) {
+        const long width = O - 16 * p < 16 ? O - 16 * p : 16;
+        for (long b = 0; b < blocks; b++) {
+            const long from = b * n / blocks, m = (b + 1) * n / blocks - from;
+            float sums[6 * 16];
+            panels[m](x + from * K, w + p * 8 * K, K, sums, 16);
+            for (long r = 0; r < m; r++) {
+                const long at = (from + r) * O + 16 * p;
+                for (long i = 0; i < width; i++)
+                    y[at + i] = sums[16 * r + i] + (residual ? residual[at + i] : 0);
+            }
+        }
+    }
+}
+
 /* y = f(x) W^T [+ residual] for float32 x and bfloat16 W, on CPUs that have no bfloat16 instructions; f is nothing, an RMS
  * norm, or silu(gate) * up.
  *
@@ -107,34 +142,32 @@ static void gate(const float *x, float *y, long K)
  * float32 weight would. W lies in panels of 16 outputs: for each k eight words of two weights, the lower half of output
  * i, the upper of output i + 8. Up to six rows share a panel's pass.
  *
- * x (n, K), or (n, 2 K) where gated; w (ceil(O / 16), K, 8) words; y and residual (n, O); norm (K,); scratch (n, K).
- * norm and residual may be null, and scratch where there is neither norm nor gate. */
+ * x (n, K), or (n, 2 K) where gated; w (ceil(O / 16), K, 8) words; y and residual (n, O); norm (K,). norm and residual may
+ * be null. */
 void bf16_linear(const float *x, const int32_t *w, float *y, long n, long K, long O, const float *norm, float eps,
-                 long gated, const float *residual, float *scratch)
+                 long gated, const float *residual)
 {
-    const long blocks = (n + 5) / 6;
-    if (norm || gated) {
-#pragma omp parallel for schedule(static) if (n > 4)
-        for (long r = 0; r < n; r++) {
-            if (norm)
-                normalize(x + r * K, norm, eps, scratch + r * K, K);
-            else
-                gate(x + r * 2 * K, scratch + r * K, K);
-        }
-        x = scratch;
+    float *f = norm || gated ? malloc(n * K * sizeof(float)) : NULL;
+#pragma omp parallel
+    {
+        if (norm)
+            norms(x, norm, eps, f, n, K);
+        else if (gated)
+            gates(x, f, n, K);
+        linear(f ? f : x, w, y, n, K, O, residual);
     }
-#pragma omp parallel for schedule(static)
-    for (long p = 0; p < (O + 15) / 16; p++) {
-        const long width = O - 16 * p < 16 ? O - 16 * p : 16;
-        for (long b = 0; b < blocks; b++) {
-            const long from = b * n / blocks, m = (b + 1) * n / blocks - from;
-            float *out = y + from * O + 16 * p, edge[6 * 16];
-            panels[m](x + from * K, w + p * 8 * K, K, width < 16 ? edge : out, width < 16 ? 16 : O);
-            for (long r = 0; width < 16 && r < m; r++)
-                memcpy(out + r * O, edge + 16 * r, width * sizeof(float));
-            for (long r = 0; residual && r < m; r++)
-                for (long i = 0; i < width; i++)
-                    out[r * O + i] += residual[(from + r) * O + 16 * p + i];
+    free(f);
+}
+
+static void rotate_row(float *x, const float *cos, const float *sin, long heads, long d)
+{
+    const long half = d / 2;
+    for (long h = 0; h < heads; h++) {
+        float *low = x + h * d, *high = low + half;
+        for (long i = 0; i < half; i++) {
+            const float a = low[i], b = high[i];
+            low[i] = a * cos[i] - b * sin[i];
+            high[i] = b * cos[half + i] + a * sin[half + i];
         }
     }
 }
@@ -142,31 +175,31 @@ void bf16_linear(const float *x, const int32_t *w, float *y, long n, long K, lon
 /* Rotary positions, in place: rows of `stride` floats begin with `heads` heads of width d; cos and sin (rows, d). */
 void rotate(float *x, const float *cos, const float *sin, long rows, long stride, long heads, long d)
 {
-    const long half = d / 2;
 #pragma omp parallel for schedule(static) if (rows > 16)
     for (long r = 0; r < rows; r++)
-        for (long h = 0; h < heads; h++) {
-            float *low = x + r * stride + h * d, *high = low + half;
-            const float *c = cos + r * d, *s = sin + r * d;
-            for (long i = 0; i < half; i++) {
-                const float a = low[i], b = high[i];
-                low[i] = a * c[i] - b * s[i];
-                high[i] = b * c[half + i] + a * s[half + i];
-            }
-        }
+        rotate_row(x + r * stride, cos + r * d, sin + r * d, heads, d);
 }
 
 #if defined(__clang__)
-#define SHUFFLE(a, ...) __builtin_shufflevector(a, a, __VA_ARGS__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE(a, ...) __builtin_shuffle(a, (i32x8){__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i32x4){__VA_ARGS__})
 #endif
 
-static float total(f32x8 a)
+static f32x4 halves(f32x8 a)
 {
-    a += SHUFFLE(a, 4, 5, 6, 7, 0, 1, 2, 3);
-    a += SHUFFLE(a, 2, 3, 0, 1, 6, 7, 4, 5);
-    return a[0] + a[1];
+    f32x4 half[2];
+    memcpy(half, &a, sizeof a);
+    return half[0] + half[1];
+}
+
+/* The sums of four vectors, each added up in the same order. */
+static f32x4 totals(f32x8 a, f32x8 b, f32x8 c, f32x8 d)
+{
+    const f32x4 w = halves(a), x = halves(b), y = halves(c), z = halves(d);
+    const f32x4 wx = SHUFFLE(w, x, 0, 4, 1, 5) + SHUFFLE(w, x, 2, 6, 3, 7);
+    const f32x4 yz = SHUFFLE(y, z, 0, 4, 1, 5) + SHUFFLE(y, z, 2, 6, 3, 7);
+    return SHUFFLE(wx, yz, 0, 1, 4, 5) + SHUFFLE(wx, yz, 2, 3, 6, 7);
 }
 
 #define EACH8(DO) EACH6(DO) DO(6) DO(7)
@@ -174,23 +207,27 @@ static float total(f32x8 a)
 #define SUM(t) f32x8 a##t = {0};
 #define WEIGH(t) a##t += p[j] * *(const f32x8 *)(value + 8 * t);
 #define KEEP(t) *(f32x8 *)(y + 8 * t) = a##t * share;
-#define AT(x) (x + (at ? at[j] : j) * row)
+#define AT(x, j) (x + (at ? at[j] : j) * row)
 
 /* p[j] += q . k[j] over some columns; y = share * sum of p[j] v[j], for as many. `at` lists the visible rows, else all. */
 #define COLUMNS(C, EACH, DOT) \
     static void scores##C(const float *q, const float *k, const int32_t *at, long count, long row, float *p) \
     { \
         EACH(QUERY) \
-        for (long j = 0; j < count; j++) { \
-            const f32x8 *key = (const f32x8 *)AT(k); \
-            p[j] += total(DOT); \
+        for (long j = 0; j < count; j += 4) { \
+            f32x8 dot[4]; \
+            for (long c = 0; c < 4; c++) { \
+                const f32x8 *key = (const f32x8 *)AT(k, (j + c < count ? j + c : count - 1)); \
+                dot[c] = DOT; \
+            } \
+            *(f32x4 *)(p + j) += totals(dot[0], dot[1], dot[2], dot[3]); \
         } \
     } \
     static void values##C(const float *p, const float *v, const int32_t *at, long count, long row, float share, float *y) \
     { \
         EACH(SUM) \
         for (long j = 0; j < count; j++) { \
-            const float *value = AT(v); \
+            const float *value = AT(v, j); \
             EACH(WEIGH) \
         } \
         EACH(KEEP) \
@@ -204,56 +241,128 @@ COLUMNS(16, EACH2, q0 * key[0] + q1 * key[1])
 static void attend_row(const float *q, const float *k, const float *v, const int32_t *at, long count, long row, long d,
                        float scale, float *p, float *y)
 {
-    memset(p, 0, count * sizeof(float));
+    memset(p, 0, (count + 8) * sizeof(float));
     long i = 0;
     for (; i + 64 <= d; i += 64)
         scores64(q + i, k + i, at, count, row, p);
     for (; i < d; i += 16)
         scores16(q + i, k + i, at, count, row, p);
-    float most = -INFINITY;
-    for (long j = 0; j < count; j++)
-        most = p[j] > most ? p[j] : most;
-    for (long j = count; j % 8; j++)
+    for (long j = count; j < count + 8; j++)
         p[j] = -INFINITY; /* exp8 gives about 1e-38 for it */
-    f32x8 sums = {0};
+    f32x8 most = *(f32x8 *)p, sums = {0};
+    for (long j = 8; j < count; j += 8) {
+        const f32x8 x = *(f32x8 *)(p + j);
+        const i32x8 more = x > most;
+        most = (f32x8)(((i32x8)x & more) | ((i32x8)most & ~more));
+    }
+    for (int j = 1; j < 8; j++)
+        most[0] = most[j] > most[0] ? most[j] : most[0];
     for (long j = 0; j < count; j += 8) {
-        const f32x8 e = exp8((*(f32x8 *)(p + j) - most) * scale);
+        const f32x8 e = exp8((*(f32x8 *)(p + j) - most[0]) * scale);
         *(f32x8 *)(p + j) = e;
         sums += e;
     }
-    const float share = 1 / total(sums);
+    const f32x4 sum = halves(sums);
+    const float share = 1 / (sum[0] + sum[1] + sum[2] + sum[3]);
     for (i = 0; i + 64 <= d; i += 64)
         values64(p, v + i, at, count, row, share, y + i);
     for (; i < d; i += 16)
         values16(p, v + i, at, count, row, share, y + i);
 }
 
+typedef struct {
+    long B, N, S, H, K, d; /* requests, new rows of each, columns, query heads, key/value heads, their width */
+    long first, batch, head; /* where the first request's columns begin; from a request, and from a head, to the next */
+    long mask_batch;         /* from one request's mask to the next */
+    float scale;
+} shape_t;
+
+/* Attention by all threads of a team; see `attend`. */
+static void attention(const float *q, long q_row, const float *k, const float *v, long row, const uint8_t *mask, float *y,
+                      const shape_t *s)
+{
+    float *p = malloc((s->S + 8) * (sizeof(float) + sizeof(int32_t)));
+    int32_t *list = (int32_t *)(p + s->S + 8);
+#pragma omp for schedule(static)
+    for (long unit = 0; unit < s->B * s->N * s->H; unit++) {
+        const long h = unit % s->H, r = unit / s->H, n = r % s->N, b = r / s->N;
+        const long start = s->first + b * s->batch + h / (s->H / s->K) * s->head;
+        const int32_t *at = NULL; /* all up to `count` */
+        long count = s->S - s->N + n + 1;
+        if (mask) {
+            const uint8_t *seen = mask + b * s->mask_batch + n * s->S, *hole = memchr(seen, 0, s->S);
+            count = hole ? hole - seen : s->S;
+            if (hole && memchr(hole, 1, s->S - count)) {
+                at = list, count = 0;
+                for (long j = 0; j < s->S; j++) {
+                    list[count] = j;
+                    count += seen[j];
+                }
+            }
+        }
+        attend_row(q + r * q_row + h * s->d, k + start, v + start, at, count, row, s->d, s->scale, p,
+                   y + (r * s->H + h) * s->d);
+    }
+    free(p);
+}
+
 /* Attention of N new rows over S columns, the new ones last. q: B * N rows of `q_row` floats that begin with H heads of
- * width d, a multiple of 16; k and v: (B, H / G, S, d) with strides batch, head, row; mask: (B, N, S) bytes, a batch
- * `mask_batch` apart, or null for causal; y (B, N, H * d). */
-void attend(const float *q, const float *k, const float *v, const uint8_t *mask, float *y, long B, long N, long S, long H,
-            long G, long d, long q_row, long batch, long head, long row, long mask_batch, float scale)
+ * width d, a multiple of 16; k and v: (B, K, S, d), rows `row` apart; mask: (B, N, S) bytes, or null for causal;
+ * y (B, N, H * d). */
+void attend(const float *q, long q_row, const float *k, const float *v, long row, const uint8_t *mask, float *y,
+            const shape_t *shape)
 {
 #pragma omp parallel
-    {
-        float *p = malloc((S + 8) * (sizeof(float) + sizeof(int32_t)));
-        int32_t *at = (int32_t *)(p + S + 8);
-#pragma omp for schedule(static)
-        for (long unit = 0; unit < B * N * H; unit++) {
-            const long h = unit % H, n = unit / H % N, b = unit / H / N, start = b * batch + h / G * head;
-            long count = 0;
-            if (mask) {
-                const uint8_t *seen = mask + b * mask_batch + n * S;
-                for (long s = 0; s < S; s++) {
-                    at[count] = s;
-                    count += seen[s];
-                }
-            } else {
-                count = S - N + n + 1;
-            }
-            attend_row(q + (b * N + n) * q_row + h * d, k + start, v + start, mask ? at : NULL, count, row, d, scale, p,
-                       y + ((b * N + n) * H + h) * d);
-        }
-        free(p);
+    attention(q, q_row, k, v, row, mask, y, shape);
+}
+
+/* One block of a decoder, as `drafters.llama` describes it; bias, q_norm, k_norm and tap may be null. */
+typedef struct {
+    const float *attention_norm, *bias, *q_norm, *k_norm, *mlp_norm;
+    const int32_t *qkv, *out, *gate_up, *down;
+    float *keys, *values, *tap;
+} block_t;
+
+/* Rotates q and k of a fused product's row in place, and writes its keys and values into row `at` of the cache. */
+static void place_row(float *qkv, const float *cos, const float *sin, const block_t *block, float eps, long at,
+                      const shape_t *s)
+{
+    const long H = s->H, K = s->K, d = s->d;
+    for (long i = 0; block->bias && i < (H + 2 * K) * d; i++)
+        qkv[i] += block->bias[i];
+    for (long h = 0; block->q_norm && h < H + K; h++)
+        normalize(qkv + h * d, h < H ? block->q_norm : block->k_norm, eps, qkv + h * d, d);
+    rotate_row(qkv, cos, sin, H + K, d);
+    for (long h = 0; at >= 0 && h < K; h++) {
+        memcpy(block->keys + h * s->head + at * d, qkv + (H + h) * d, d * sizeof(float));
+        memcpy(block->values + h * s->head + at * d, qkv + (H + K + h) * d, d * sizeof(float));
     }
+}
+
+/* Blocks of a Llama-shaped decoder over B * N rows, in place: hidden (B * N, D), taps of the same shape, inner width F.
+ * The rows' keys and values go to rows `at` of the cache, none where negative; cos and sin are (B * N, d). */
+void decode(const block_t *blocks, long count, float *hidden, long D, long F, float eps, const float *cos,
+            const float *sin, const int64_t *at, const uint8_t *mask, const shape_t *shape)
+{
+    const long n = shape->B * shape->N, wide = shape->H * shape->d, all = wide + 2 * shape->K * shape->d;
+    float *normed = malloc(n * ((D > F ? D : F) + all + wide + 2 * F) * sizeof(float));
+    float *qkv = normed + n * (D > F ? D : F), *attended = qkv + n * all, *gate_up = attended + n * wide;
+#pragma omp parallel
+    for (const block_t *block = blocks; block < blocks + count; block++) {
+        norms(hidden, block->attention_norm, eps, normed, n, D);
+        linear(normed, block->qkv, qkv, n, D, all, NULL);
+#pragma omp for schedule(static)
+        for (long r = 0; r < n; r++)
+            place_row(qkv + r * all, cos + r * shape->d, sin + r * shape->d, block, eps, at[r], shape);
+        attention(qkv, all, block->keys, block->values, shape->d, mask, attended, shape);
+        linear(attended, block->out, hidden, n, wide, D, hidden);
+        norms(hidden, block->mlp_norm, eps, normed, n, D);
+        linear(normed, block->gate_up, gate_up, n, D, 2 * F, NULL);
+        gates(gate_up, normed, n, F);
+        linear(normed, block->down, hidden, n, F, D, hidden);
+#pragma omp single
+        if (block->tap)
+            memcpy(block->tap, hidden, n * D * sizeof(float));
+    }
+    free(normed);
 }

@@ -14,12 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters.cache import Place
 from drafters.locate import cache_folder
 
 
 def address(tensor: Tensor | None) -> int | None:
     """As the compiled functions take it."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def readable(tensor: Any) -> Any:
+    """A tensor as the compiled functions read it: float32, contiguous."""
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.float().contiguous()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -32,6 +40,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     rows, heads, d = x.shape
     compiled().rotate(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, x.stride(0), heads, d)
+
+
+class Shape(ctypes.Structure):
+    """`shape_t` of `kernels.c`."""
+
+    _fields_ = [(name, ctypes.c_long) for name in ("B", "N", "S", "H", "K", "d", "first", "batch", "head", "apart")]
+    _fields_ += [("scale", ctypes.c_float)]
+
+
+class Block(ctypes.Structure):
+    """`block_t` of `kernels.c`: addresses of one block's weights, of its keys and values, and where its output goes."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            *("attention_norm", "bias", "q_norm", "k_norm", "mlp_norm", "qkv", "out", "gate_up", "down"),
+            *("keys", "values", "tap"),
+        )
+    ]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -48,17 +75,52 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
         (B, N, H * d).
     """
     B, N, H, d = q.shape
-    S = k.shape[2]
+    K, S = k.shape[1:3]
     out = q.new_empty(B, N, H * d)
-    if mask is not None and tuple(mask.shape) not in ((B, 1, N, S), (1, 1, N, S)):  # it would be read past its end
-        raise ValueError(f"attention of {B} x {N} rows over {S} columns got a mask of {tuple(mask.shape)}")
-    seen = None if mask is None else mask.contiguous()
-    apart = 0 if seen is None or len(seen) == 1 else N * S
+    seen, apart = _bytes(mask, B, N, S)
+    shape = Shape(B, N, S, H, K, d, 0, k.stride(0), k.stride(1), apart, scale)
     compiled().attend(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), address(seen), out.data_ptr(), B, N, S, H, H // k.shape[1], d,
-        q.stride(1), k.stride(0), k.stride(1), k.stride(2), apart, scale,
-    )  # fmt: skip
+        q.data_ptr(), q.stride(1), k.data_ptr(), v.data_ptr(), k.stride(2), address(seen), out.data_ptr(), shape
+    )
     return out
+
+
+def decode(
+    blocks: "ctypes.Array[Block]", hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, place: Place,
+    mask: Tensor | None, heads: int, inner: int, eps: float,
+) -> None:  # fmt: skip
+    """Runs blocks of a Llama-shaped decoder in place, and writes their keys and values into the cache.
+
+    Args:
+        blocks: with the addresses of their buffers in the cache.
+        hidden: (B, N, D) float32 on the CPU, contiguous.
+        cos: (B, N, d) float32, contiguous; d is a multiple of 16.
+        sin: as `transformers` makes it, like cos.
+        keys: (..., K, rows, d) float32, one of those buffers; all have its shape.
+        place: where the new rows go, and what they see.
+        mask: as in `attend`.
+        heads: query heads.
+        inner: width of the MLP.
+        eps: of all norms.
+    """
+    B, N, D = hidden.shape
+    K, rows, d = keys.shape[-3:]
+    S = place.visible
+    seen, apart = _bytes(mask, B, N, S)
+    shape = Shape(B, N, S, heads, K, d, place.first * d, place.batch * d, rows * d, apart, d**-0.5)
+    compiled().decode(
+        blocks, len(blocks), hidden.data_ptr(), D, inner, eps, cos.data_ptr(), sin.data_ptr(), place.rows.data_ptr(),
+        address(seen), shape,
+    )  # fmt: skip
+
+
+def _bytes(mask: Tensor | None, B: int, N: int, S: int) -> tuple[Tensor | None, int]:
+    """A mask as the compiled functions read it, and how far apart in it the batch's are."""
+    if mask is None:
+        return None, 0
+    if tuple(mask.shape) not in ((B, 1, N, S), (1, 1, N, S)):  # it would be read past its end
+        raise ValueError(f"attention of {B} x {N} rows over {S} columns got a mask of {tuple(mask.shape)}")
+    return mask.contiguous(), 0 if len(mask) == 1 else N * S
 
 
 def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -89,12 +151,16 @@ def compiled() -> Any:
     except (OSError, subprocess.SubprocessError):
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-    functions.bf16_linear.argtypes = [pointer] * 3 + [size] * 3 + [pointer, number, size, pointer, pointer]
-    functions.rms_norm.argtypes = [pointer, pointer, number, pointer, size, size]
-    functions.rotate.argtypes = [pointer] * 3 + [size] * 4
-    functions.attend.argtypes = [pointer] * 5 + [size] * 11 + [number]
-    for function in (functions.bf16_linear, functions.rms_norm, functions.rotate, functions.attend):
-        function.restype = None
+    shape, block = ctypes.POINTER(Shape), ctypes.POINTER(Block)
+    for name, arguments in {
+        "bf16_linear": [pointer] * 3 + [size] * 3 + [pointer, number, size, pointer],
+        "rms_norm": [pointer, pointer, number, pointer, size, size],
+        "rotate": [pointer] * 3 + [size] * 4,
+        "attend": [pointer, size, pointer, pointer, size, pointer, pointer, shape],
+        "decode": [block, size, pointer, size, size, number] + [pointer] * 4 + [shape],
+    }.items():
+        getattr(functions, name).argtypes = arguments
+        getattr(functions, name).restype = None
     return functions
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.kernels import address, compiled
+from drafters.kernels import address, compiled, readable
 
 PACK_ROWS = 4  # the row count oneDNN chooses its layout for; 4 was best or near it from 1 to 64 rows
 PACK_LIMIT = 4 << 30  # bytes: packing keeps a second copy of the weights
@@ -70,7 +70,7 @@ def product(weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> Pr
     if pack and weight.device.type == "cpu":
         if dtype == torch.bfloat16 and not native_bf16(weight.device):
             if compiled() is not None:
-                return _compiled_product(weight, bias)
+                return CompiledProduct(weight, bias)
         elif dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS)
             linear = torch.ops.mkldnn._linear_pointwise
@@ -137,28 +137,34 @@ def remove(packed: Packed) -> None:
         del module.forward
 
 
-def _compiled_product(weight: Tensor, bias: Tensor | None) -> Product:
-    width, K = weight.shape
-    run: Any = compiled().bf16_linear
-    padded = F.pad(weight.detach(), (0, 0, 0, -width % 16)).view(torch.int16).view(-1, 16, K)
-    # (panels, K, 8, 2): the lower half of a word is output i of the panel, the upper half output i + 8
-    panels = torch.stack([padded[:, :8], padded[:, 8:]], dim=-1).permute(0, 2, 1, 3).contiguous()
-    added = None if bias is None else bias.detach().float()
+class CompiledProduct:
+    """`Product` with bfloat16 weights by `kernels.c`."""
 
-    def forward(
-        x: Tensor, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False, residual: Tensor | None = None
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.width, self.K = weight.shape
+        self.bias = None if bias is None else bias.detach().float()
+        padded = F.pad(weight.detach(), (0, 0, 0, -self.width % 16)).view(torch.int16).view(-1, 16, self.K)
+        # (panels, K, 8, 2): the lower half of a word is output i of the panel, the upper half output i + 8
+        self.panels = torch.stack([padded[:, :8], padded[:, 8:]], dim=-1).permute(0, 2, 1, 3).contiguous()
+        self.run: Any = compiled().bf16_linear
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        if x.shape[-1] != (2 * K if gated else K):  # the kernel would read past the end
-            raise ValueError(f"a product of {K} inputs got {tuple(x.shape)}{', gated' if gated else ''}")
-        rows, n = x.float().contiguous(), x.numel() // x.shape[-1]
-        out = rows.new_empty(*x.shape[:-1], width)
-        scratch = rows.new_empty(n, K) if gated or norm is not None else None
-        weight = None if norm is None else norm.float().contiguous()
-        sum_with = None if residual is None else residual.float().contiguous()
-        run(
-            rows.data_ptr(), panels.data_ptr(), out.data_ptr(), n, K, width, address(weight), eps, gated,
-            address(sum_with), address(scratch),
+        """See `Product`."""
+        *outer, K = x.shape
+        if (2 * self.K if gated else self.K) != K:  # the kernel would read past the end
+            raise ValueError(f"a product of {self.K} inputs got {tuple(x.shape)}{', gated' if gated else ''}")
+        rows, scale, added = readable(x), readable(norm), readable(residual)
+        out = rows.new_empty(*outer, self.width)
+        self.run(
+            rows.data_ptr(), self.panels.data_ptr(), out.data_ptr(), x.numel() // K, self.K, self.width,
+            address(scale), eps, gated, address(added),
         )  # fmt: skip
-        return (out if added is None else out.add_(added)).to(x.dtype)
-
-    return forward
+        out = out if self.bias is None else out.add_(self.bias)
+        return out if x.dtype == torch.float32 else out.to(x.dtype)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from decode.tree import ancestors, block_mask
 from drafters.kernels import attend, can_attend, compiled, rotate
-from drafters.packing import _compiled_product, rms_norm
+from drafters.packing import CompiledProduct, rms_norm
 from drafters.target import wrap_target
 from tests.tiny import make_model, make_tokenizer
 
@@ -60,7 +60,7 @@ def test_wrong_shapes_are_refused_before_memory_is_read():
     q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 9, 16)
     with pytest.raises(ValueError, match="got a mask"):
         attend(q, k, k, torch.ones(1, 1, 2, 8, dtype=torch.bool), 0.25)
-    run = _compiled_product(torch.randn(8, 16).bfloat16(), None)
+    run = CompiledProduct(torch.randn(8, 16).bfloat16(), None)
     for x, gated in ((torch.randn(2, 15), False), (torch.randn(2, 16), True)):
         with pytest.raises(ValueError, match="a product of 16 inputs"):
             run(x, gated=gated)

@@ -52,6 +52,33 @@ def test_hidden_states_taps_and_logits_are_the_models_own(family, extra, dtype, 
         assert (a.float() - b.float()).norm() <= limit * a.float().norm()
 
 
+@pytest.mark.parametrize(("family", "extra"), [*SHAPES, ("mistral", {"sliding_window": 16})])
+def test_all_blocks_in_one_call_give_what_they_give_one_by_one(family, extra):
+    target = wrap_target(make_model(family, layers=3, **extra).bfloat16(), make_tokenizer(), "tiny").pack()
+    if target.fast is None or target.fast.dtype != torch.float32:
+        pytest.skip("no C compiler, or a CPU that computes in bfloat16")
+    assert (target.fast.blocks is None) == ("mlp_bias" in extra)
+    ids = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(0))
+    tree = torch.ones(5, 25, dtype=torch.bool).tril(20)
+    tree[3, 22] = False  # a node beside another
+
+    def run():
+        cache, out, at = target.new_cache(48), [], 0
+        for rows, mask in ((20, None), (5, tree[None, None]), (3, None), (1, None)):
+            positions = torch.arange(at, at + rows).expand(2, -1)
+            features = target.forward(ids[:, at : at + rows], positions, cache, mask, taps=(0, 2, 3))
+            out += [features.final, features.taps]
+            at += 0 if mask is not None else rows
+            cache.commit(at - cache.length)
+        return out + [buffer[:, :, :at] for buffer in (*cache.keys, *cache.values)]
+
+    with torch.inference_mode():
+        together = run()
+        target.fast.blocks = None
+        for a, b in zip(together, run(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_fused_weights_that_modules_share_still_take_gradients(monkeypatch):
     """Medusa-2 trains an adapter through the modules of a packed target."""
     monkeypatch.setattr("drafters.llama.can_pack", lambda weights: False)

@@ -76,7 +76,7 @@ def test_what_goes_before_and_after_a_product_can_be_part_of_it(dtype, inputs):
 
 @pytest.mark.skipif(compiled() is None, reason="no C compiler")
 def test_gates_of_any_size_stay_numbers():
-    run = packing._compiled_product(torch.eye(16).bfloat16(), None)
+    run = packing.CompiledProduct(torch.eye(16).bfloat16(), None)
     gate = torch.tensor([0.0, -0.0, 1e-30, 50, -50, 100, -100, 1e30, -1e30, 3e38, -3e38, 0.5, -0.5, 2, -2, 20.0])
     out = run(torch.cat([gate, torch.ones(16)])[None], gated=True)
     torch.testing.assert_close(out[0], F.silu(gate), rtol=1e-6, atol=1e-30)
@@ -87,7 +87,7 @@ def test_the_compiled_product_is_exact_and_does_not_depend_on_neighbouring_rows(
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(50, 96, generator=generator).bfloat16()
     x = torch.randn(17, 96, generator=generator)
-    run = packing._compiled_product(weight, None)
+    run = packing.CompiledProduct(weight, None)
     together = run(x)
     assert torch.equal(together, torch.cat([run(row[None]) for row in x]))
     norm = torch.randn(96, generator=generator)

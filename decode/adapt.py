@@ -96,6 +96,9 @@ class Adaptive:
         # Cauchy: text may be nothing like the calibration prompts, and a few rounds should then be enough to see it
         self.prior = -np.log1p((SHIFTS[0] / SPREAD[0]) ** 2) - np.log1p(((SHIFTS[1] - SHIFTS[0]) / SPREAD[1]) ** 2)
         self.evidence = np.zeros_like(self.prior)
+        self.expected = self._expected()
+        self.likelihoods: dict[tuple[int, int, bool], np.ndarray] = {}
+        self.drafts = np.arange(len(candidates)) != self.off
         self.load = 0.0  # log of the machine's slowness now against the profile, the same for all settings
         self.bias = np.zeros(len(candidates))  # log of what each setting costs beyond that
         self.timed = np.zeros(len(candidates))  # rounds it was learned from
@@ -126,14 +129,18 @@ class Adaptive:
 
     def _excess(self) -> np.ndarray:
         """Log of what each candidate costs beyond the profile."""
-        return np.where(np.arange(len(self.bias)) == self.off, 0.0, self.bias + self.drafting)
+        return (self.bias + self.drafting) * self.drafts
+
+    def _expected(self) -> np.ndarray:
+        """Tokens of a step, by candidate."""
+        weight = self.prior + self.evidence
+        weight = np.exp(weight - weight.max())
+        return self.tokens @ weight / weight.sum()
 
     def rates(self) -> np.ndarray:
         """Expected tokens of a request per plain step's time, by candidate."""
-        weight = np.exp(self.prior + self.evidence - (self.prior + self.evidence).max())
-        reading = np.where(np.arange(len(self.bias)) == self.off, 0.0, self.behind / HORIZON)
-        cost = self.cost * np.exp(self._excess()) + reading
-        rates = self.tokens @ (weight / weight.sum()) / cost * cost[self.off]
+        cost = self.cost * np.exp(self._excess()) + self.behind / HORIZON * self.drafts
+        rates = self.expected / cost * cost[self.off]
         rates[self.off] *= SURE
         return rates
 
@@ -150,7 +157,7 @@ class Adaptive:
             self.streak = 0
         self.current, self.probing, used = best, False, best
         affordable = PROBE[1] * self.streak * self.cost[self.off]  # milliseconds
-        drafting = np.where(np.arange(len(rates)) == self.off, 0, rates)
+        drafting = rates * self.drafts
         hopeful = not self.judgeable or drafting.max() > HOPE * rates[self.off]
         self.judging = 0
         if best == self.off and self.behind <= affordable and self.streak >= self.gap and hopeful:
@@ -190,18 +197,23 @@ class Adaptive:
     def _learn(self, likelihood: np.ndarray, rounds: int) -> None:
         evidence = FORGET**rounds * self.evidence + likelihood
         self.evidence = np.maximum(evidence - evidence.max(), -DOUBT)
+        self.expected = self._expected()
 
     def _asked(self, round: Round) -> int:
         return (round.settings or self.settings[self.used]).length
 
     def _likelihood(self, round: Round) -> np.ndarray:
         """Log likelihood of the accepted length under all shifts."""
-        curve = self.survival[self.used]  # [shifts, d - 1]
-        reached = curve[:, round.accepted - 1] if round.accepted else np.ones(len(curve))
-        likelihood = reached
-        if round.tokens > round.accepted and round.accepted < self._asked(round):  # else what came after is not known
-            likelihood = reached - curve[:, round.accepted]
-        return np.log(np.maximum(likelihood, 1e-4))
+        ended = round.tokens > round.accepted and round.accepted < self._asked(
+            round
+        )  # else what came after is not known
+        key = self.used, round.accepted, ended
+        if key not in self.likelihoods:
+            curve = self.survival[self.used]  # [shifts, d - 1]
+            likelihood = curve[:, round.accepted - 1] if round.accepted else np.ones(len(curve))
+            likelihood = likelihood - curve[:, round.accepted] if ended else likelihood
+            self.likelihoods[key] = np.log(np.maximum(likelihood, 1e-4))
+        return self.likelihoods[key]
 
     def _learn_cost(self, rounds: Sequence[Round]) -> None:
         used = self.used if any(map(self._asked, rounds)) else self.off

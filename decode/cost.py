@@ -28,7 +28,7 @@ from decode.engine import generate
 from decode.environment import environment
 from decode.evaluate import identity
 from decode.prompts import Prompt, load_prompts
-from decode.sampling import SamplingParams
+from decode.sampling import SamplingParams, greedy_choice
 from decode.stats import context_bucket
 from decode.tree import ancestors, block_mask, walk
 from drafters.adapter import adapted
@@ -201,7 +201,7 @@ def measure_target(
         block = torch.arange(n, device=target.device)
         mask = block_mask(ancestors(block[:-1] - 1, n - 1), context) if n > 1 else None  # as the engine builds it
         features = target.forward(block[None], block[None] + context, cache, mask, taps)
-        target.head(features.final).argmax(-1).tolist()
+        greedy_choice(target.head(features.final[0]).float()).tolist()
 
     return Curve(_time({n: partial(step, n) for n in rows}, seconds))
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from decode.sampling import SamplingParams, distribution, draw, penalize
+from decode.sampling import SamplingParams, distribution, draw, greedy_choice, penalize
 from decode.tree import ancestors, block_mask, deepest, walk
 from decode.verify import verify_sampled_chain
 from drafters.base import Drafter, DraftSettings, DraftTree, Outcome
@@ -329,7 +329,7 @@ class Decoding:
             count, bonus = verify_sampled_chain(block.tree.tokens, block.tree.q.float(), p, self.generator)
             return torch.cat([count, bonus, block.tree.tokens])
         greedy = self.sampling.greedy
-        choices = logits.argmax(-1) if greedy else draw(distribution(logits, self.sampling), self.generator)
+        choices = greedy_choice(logits) if greedy else draw(distribution(logits, self.sampling), self.generator)
         if block is None or slots is None:
             return choices
         return torch.cat([choices, block.tree.tokens, block.tree.parents])

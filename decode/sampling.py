@@ -94,6 +94,13 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits.softmax(dim=-1)
 
 
+def greedy_choice(logits: Tensor) -> Tensor:
+    """(n, V) -> (n,), the token of greatest logit."""
+    if logits.device.type == "cpu":  # numpy's takes a quarter of the time that torch's does there
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
 def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
     """One token a row, (n, V) -> (n,): the exponential race, which needs no host sync where multinomial does."""
     return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(dim=-1)

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from drafters import lockstep
-from drafters.attention import headstart_attention
+from drafters.attention import FUSED_FROM, headstart_attention
 from drafters.base import DraftSettings, DraftTree, draw_draft
 from drafters.beam import grow_tree
-from drafters.kernels import compiled, rotate
-from drafters.packing import Product, product
+from drafters.cache import Place
+from drafters.kernels import compiled, decode, rotate
+from drafters.packing import Product, compiled_blocks, product
+from drafters.rotary import Angles
 from drafters.target import Features, Target
 
 NORMS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
@@ -125,11 +127,13 @@ class EagleDrafter(nn.Module):
             self.fc = nn.Linear(2 * H, H, bias=config.fc_bias)
             self.layers = nn.ModuleList([layer])
         self.rotary = Rotary(llama)
+        self.angles = Angles(self.rotary)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self._shared: dict[
             str, Tensor
         ] = {}  # the target's embedding and, for EAGLE-1, head rows: never saved or trained
         self.fused: tuple[Product, Product, Product, Product] | None = None
+        self.block: Any = None  # the layer in one compiled call, where there is one
         self.fused_head: Product | None = None  # EAGLE-1's
 
     @property
@@ -155,6 +159,12 @@ class EagleDrafter(nn.Module):
         self.fused = qkv, out, gate_up, down
         if self.config.version == 1:
             self.fused_head = product(self._shared["head"].to(dtype))
+        layer, own = self.layer, self.config.version == 3
+        before = (layer.input_layernorm.weight, layer.hidden_norm.weight) if own else (None, None)
+        norms = *before, None, None, None, layer.post_attention_layernorm.weight
+        plain = self.fc.weight.dtype == torch.float32 and self.config.llama.head_dim % 16 == 0
+        plain = plain and not self.config.norm_before_residual
+        self.block = compiled_blocks([(norms, self.fused)]) if plain else None
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings of the target, (..., H)."""
@@ -214,7 +224,7 @@ class EagleDrafter(nn.Module):
         """q, k, v of a fused product (B, T, all heads, d), rotated in place."""
         B, T, _, d = qkv.shape
         heads, kv_heads = self.config.llama.num_attention_heads, self.config.llama.num_key_value_heads
-        cos, sin = (x.expand(B, -1, -1).contiguous() for x in self.rotary(qkv, positions))
+        cos, sin = self.angles(qkv, positions.expand(B, -1))
         q, k, v = qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
         if qkv.dtype != torch.float32 or qkv.device.type != "cpu" or compiled() is None:
             q, k = apply_rotary_pos_emb(q, k, cos, sin)
@@ -368,15 +378,37 @@ class EagleDrafter(nn.Module):
         With a window W in `meta`, attention reads the last W committed rows and what is drafted after them. `last`:
         only so many rows at the end go on past keys and values; 0 all.
         """
-        residual, q, k, v = self.inputs(tokens, hidden, positions)
         end = at + tokens.shape[1]
-        state.keys[:, :, at:end] = k
-        state.values[:, :, at:end] = v
         committed = end if last else state.length  # `extend` commits what it writes
         seen = slice(max(0, committed - self.meta["window"]) if self.meta.get("window") else 0, end)
+        if self.block is not None and tokens.shape[1] < min(FUSED_FROM, end - seen.start + 1):
+            mask = None if mask is None or last else mask[..., seen]
+            return self._compiled(state, tokens, hidden, positions, mask, at, seen.start)[:, -last:]
+        residual, q, k, v = self.inputs(tokens, hidden, positions)
+        state.keys[:, :, at:end] = k
+        state.values[:, :, at:end] = v
         mask = None if mask is None else mask[..., seen]
         attended, _ = headstart_attention(self, q[:, :, -last:], state.keys[:, :, seen], state.values[:, :, seen], mask)
         return self.outputs(residual[:, -last:], attended.flatten(2))
+
+    def _compiled(
+        self, state: "EagleState", tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, at: int,
+        first: int,
+    ) -> Tensor:  # fmt: skip
+        """`_cached` for a few rows as one call; attention begins at row `first`."""
+        embeds, llama = self.embed(tokens).to(hidden.dtype), self.config.llama
+        if self.config.version == 3:
+            out = hidden.clone(memory_format=torch.contiguous_format)  # it is computed in place
+        else:
+            out = self.fc(torch.cat([embeds, hidden], dim=-1))
+        end = at + tokens.shape[1]
+        block = type(self.block).from_buffer_copy(self.block)
+        block[0].keys, block[0].values = state.keys.data_ptr(), state.values.data_ptr()
+        place = Place(torch.arange(at, end), first, 0, end - first)
+        cos, sin = self.angles(out, positions)
+        heads, inner = llama.num_attention_heads, llama.intermediate_size
+        decode(block, out, cos, sin, state.keys, place, mask, heads, inner, llama.rms_norm_eps, embeds)
+        return self.norm(out) if self.config.norm_output else out
 
     def fork(self, state: "EagleState", rows: int, capacity: int) -> "EagleState":
         """See `Drafter`: the first rows are copied."""

@@ -316,9 +316,10 @@ void attend(const float *q, long q_row, const float *k, const float *v, long row
     attention(q, q_row, k, v, row, mask, y, shape);
 }
 
-/* One block of a decoder, as `drafters.llama` describes it; bias, q_norm, k_norm and tap may be null. */
+/* One block of a decoder. Null where it has none: embed_norm, attention_norm, bias, q_norm, k_norm, tap. With embed_norm
+ * attention reads the normed embedding beside the normed hidden state, as in EAGLE-3. */
 typedef struct {
-    const float *attention_norm, *bias, *q_norm, *k_norm, *mlp_norm;
+    const float *embed_norm, *attention_norm, *bias, *q_norm, *k_norm, *mlp_norm;
     const int32_t *qkv, *out, *gate_up, *down;
     float *keys, *values, *tap;
 } block_t;
@@ -339,18 +340,32 @@ static void place_row(float *qkv, const float *cos, const float *sin, const bloc
     }
 }
 
-/* Blocks of a Llama-shaped decoder over B * N rows, in place: hidden (B * N, D), taps of the same shape, inner width F.
- * The rows' keys and values go to rows `at` of the cache, none where negative; cos and sin are (B * N, d). */
-void decode(const block_t *blocks, long count, float *hidden, long D, long F, float eps, const float *cos,
-            const float *sin, const int64_t *at, const uint8_t *mask, const shape_t *shape)
+/* Rows of embeds and of hidden, (n, D) each, normed and side by side. */
+static void pairs(const float *embeds, const float *hidden, const block_t *block, float eps, float *y, long n, long D)
+{
+#pragma omp for schedule(static)
+    for (long r = 0; r < n; r++) {
+        normalize(embeds + r * D, block->embed_norm, eps, y + r * 2 * D, D);
+        normalize(hidden + r * D, block->attention_norm, eps, y + r * 2 * D + D, D);
+    }
+}
+
+/* Blocks of a Llama-shaped decoder over B * N rows, in place: hidden (B * N, D), embeds (where a block norms them) and
+ * taps of the same shape, inner width F. The rows' keys and values go to rows `at` of the cache, none where negative; cos and sin are (B * N, d). */
+void decode(const block_t *blocks, long count, float *hidden, const float *embeds, long D, long F, float eps,
+            const float *cos, const float *sin, const int64_t *at, const uint8_t *mask, const shape_t *shape)
 {
     const long n = shape->B * shape->N, wide = shape->H * shape->d, all = wide + 2 * shape->K * shape->d;
-    float *normed = malloc(n * ((D > F ? D : F) + all + wide + 2 * F) * sizeof(float));
-    float *qkv = normed + n * (D > F ? D : F), *attended = qkv + n * all, *gate_up = attended + n * wide;
+    const long widest = 2 * D > F ? 2 * D : F;
+    float *normed = malloc(n * (widest + all + wide + 2 * F) * sizeof(float));
+    float *qkv = normed + n * widest, *attended = qkv + n * all, *gate_up = attended + n * wide;
 #pragma omp parallel
     for (const block_t *block = blocks; block < blocks + count; block++) {
-        norms(hidden, block->attention_norm, eps, normed, n, D);
-        linear(normed, block->qkv, qkv, n, D, all, NULL);
+        if (block->embed_norm)
+            pairs(embeds, hidden, block, eps, normed, n, D);
+        else if (block->attention_norm)
+            norms(hidden, block->attention_norm, eps, normed, n, D);
+        linear(block->attention_norm ? normed : hidden, block->qkv, qkv, n, block->embed_norm ? 2 * D : D, all, NULL);
 #pragma omp for schedule(static)
         for (long r = 0; r < n; r++)
             place_row(qkv + r * all, cos + r * shape->d, sin + r * shape->d, block, eps, at[r], shape);

@@ -55,7 +55,7 @@ class Block(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_void_p)
         for name in (
-            *("attention_norm", "bias", "q_norm", "k_norm", "mlp_norm", "qkv", "out", "gate_up", "down"),
+            *("embed_norm", "attention_norm", "bias", "q_norm", "k_norm", "mlp_norm", "qkv", "out", "gate_up", "down"),
             *("keys", "values", "tap"),
         )
     ]
@@ -87,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 def decode(
     blocks: "ctypes.Array[Block]", hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, place: Place,
-    mask: Tensor | None, heads: int, inner: int, eps: float,
+    mask: Tensor | None, heads: int, inner: int, eps: float, embeds: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Runs blocks of a Llama-shaped decoder in place, and writes their keys and values into the cache.
 
@@ -102,6 +102,7 @@ def decode(
         heads: query heads.
         inner: width of the MLP.
         eps: of all norms.
+        embeds: like hidden, where a block has a norm for them.
     """
     B, N, D = hidden.shape
     K, rows, d = keys.shape[-3:]
@@ -109,8 +110,8 @@ def decode(
     seen, apart = _bytes(mask, B, N, S)
     shape = Shape(B, N, S, heads, K, d, place.first * d, place.batch * d, rows * d, apart, d**-0.5)
     compiled().decode(
-        blocks, len(blocks), hidden.data_ptr(), D, inner, eps, cos.data_ptr(), sin.data_ptr(), place.rows.data_ptr(),
-        address(seen), shape,
+        blocks, len(blocks), hidden.data_ptr(), address(embeds), D, inner, eps, cos.data_ptr(), sin.data_ptr(),
+        place.rows.data_ptr(), address(seen), shape,
     )  # fmt: skip
 
 
@@ -157,7 +158,7 @@ def compiled() -> Any:
         "rms_norm": [pointer, pointer, number, pointer, size, size],
         "rotate": [pointer] * 3 + [size] * 4,
         "attend": [pointer, size, pointer, pointer, size, pointer, pointer, shape],
-        "decode": [block, size, pointer, size, size, number] + [pointer] * 4 + [shape],
+        "decode": [block, size, pointer, pointer, size, size, number] + [pointer] * 4 + [shape],
     }.items():
         getattr(functions, name).argtypes = arguments
         getattr(functions, name).restype = None

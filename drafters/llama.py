@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from drafters.attention import FUSED_FROM
 from drafters.cache import KVCache, Place
-from drafters.kernels import Block, address, attend, can_attend, compiled, decode, rotate
-from drafters.packing import CompiledProduct, Product, can_pack, native_bf16, product, rms_norm
+from drafters.kernels import address, attend, can_attend, compiled, decode, rotate
+from drafters.packing import Product, can_pack, compiled_blocks, native_bf16, product, rms_norm
+from drafters.rotary import Angles
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -27,13 +28,13 @@ class Layer:
     """One block's frozen weights, ready to use."""
 
     attention_norm: Tensor
-    qkv: Any  # Product
+    qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Any
+    out: Product
     mlp_norm: Tensor
-    gate_up: Any
-    down: Any
+    gate_up: Product
+    down: Product
 
 
 class FastDecoder:
@@ -49,17 +50,18 @@ class FastDecoder:
 
     def __init__(self, decoder: Any, config: Any):
         weight = decoder.embed_tokens.weight
-        self.embedding, self.rotary, self.eps = weight, decoder.rotary_emb, config.rms_norm_eps
+        self.embedding, self.angles, self.eps = weight, Angles(decoder.rotary_emb), config.rms_norm_eps
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         widened = weight.dtype == torch.bfloat16 and not native_bf16(weight.device) and compiled() is not None
         self.dtype = torch.float32 if widened else weight.dtype
         fits = self.dtype == torch.float32 and weight.device.type == "cpu" and self.head_dim % 16 == 0
         self.compiled = fits and compiled() is not None
+        self.inner = config.intermediate_size
         self.pack = can_pack(m.weight for m in decoder.modules() if type(m) is nn.Linear)
         self.layers = [self._layer(block) for block in decoder.layers]
         self.norm = self._norm(decoder.norm)
-        self.blocks: Any = _compiled_blocks(self.layers) if self.compiled else None
+        self.blocks: Any = compiled_blocks(map(_block, self.layers)) if self.compiled else None
 
     def _norm(self, module: Any) -> Tensor:
         return module.weight.detach().to(self.dtype)
@@ -83,9 +85,8 @@ class FastDecoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Final hidden states (B, N, D) and the tapped ones; arguments as in `Target.forward`."""
         hidden = F.embedding(ids, self.embedding).to(self.dtype)
-        cos, sin = self.rotary(hidden, position_ids=positions)  # (B, N, d)
+        cos, sin = self.angles(hidden, positions.expand(len(ids), -1))  # (B, N, d)
         if self.compiled:
-            cos, sin = (x.expand(len(ids), -1, -1).contiguous() for x in (cos, sin))
             place = cache.place(*ids.shape) if cache is not None and ids.shape[1] < FUSED_FROM else None
             if self.blocks and cache is not None and place is not None:
                 return self._decode(hidden, cos, sin, cache, place, mask, taps)
@@ -115,7 +116,7 @@ class FastDecoder:
         tapped = {k: torch.empty_like(hidden) if k else hidden.clone() for k in taps}
         for index, (block, keys, values) in enumerate(zip(blocks, cache.keys, cache.values, strict=True)):
             block.keys, block.values, block.tap = keys.data_ptr(), values.data_ptr(), address(tapped.get(index + 1))
-        decode(blocks, hidden, cos, sin, cache.keys[0], place, mask, self.heads, self.layers[0].down.K, self.eps)
+        decode(blocks, hidden, cos, sin, cache.keys[0], place, mask, self.heads, self.inner, self.eps)
         return rms_norm(hidden, self.norm, self.eps), [tapped[k] for k in taps]
 
     def _heads(self, layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,16 +172,10 @@ def is_supported(decoder: Any, config: Any) -> bool:
     return len(linears) == len(names) * config.num_hidden_layers and all(type(m) is nn.Linear for m in linears)
 
 
-def _compiled_blocks(layers: Sequence[Layer]) -> Any:
-    """What `kernels.decode` reads of these layers; None where it can't."""
-    blocks = []
-    for layer in layers:
-        qkv, *others = products = layer.qkv, layer.out, layer.gate_up, layer.down
-        if not all(isinstance(p, CompiledProduct) for p in products) or any(p.bias is not None for p in others):
-            return None
-        norms = layer.attention_norm, qkv.bias, layer.q_norm, layer.k_norm, layer.mlp_norm
-        blocks.append(Block(*map(address, norms), *(p.panels.data_ptr() for p in products)))
-    return (Block * len(blocks))(*blocks)
+def _block(layer: Layer) -> tuple[tuple[Tensor | None, ...], tuple[Product, ...]]:
+    bias = getattr(layer.qkv, "bias", None)
+    norms = None, layer.attention_norm, bias, layer.q_norm, layer.k_norm, layer.mlp_norm
+    return norms, (layer.qkv, layer.out, layer.gate_up, layer.down)
 
 
 def _fused(linears: list[Any], pack: bool) -> Product:

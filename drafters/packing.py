@@ -6,14 +6,14 @@ reads the bfloat16 weights at their own size.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.kernels import address, compiled, readable
+from drafters.kernels import Block, address, compiled, readable
 
 PACK_ROWS = 4  # the row count oneDNN chooses its layout for; 4 was best or near it from 1 to 64 rows
 PACK_LIMIT = 4 << 30  # bytes: packing keeps a second copy of the weights
@@ -168,3 +168,21 @@ class CompiledProduct:
         )  # fmt: skip
         out = out if self.bias is None else out.add_(self.bias)
         return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+
+def compiled_blocks(layers: Iterable[tuple[Sequence[Tensor | None], Sequence[Product]]]) -> Any:
+    """What `kernels.decode` reads of decoder blocks, but for their cache; None where it can't.
+
+    Args:
+        layers: for each, what `kernels.Block` begins with (two norms of what attention reads, the bias of its product,
+            norms of queries and keys, the MLP's norm), and its four products.
+    """
+    blocks = []
+    for vectors, products in layers:
+        compiled = [p for p in products if isinstance(p, CompiledProduct)]
+        if len(compiled) < len(products) or any(p.bias is not None for p in compiled[1:]):
+            return None
+        names = [field[0] for field in Block._fields_]
+        addresses = *map(address, vectors), *(p.panels.data_ptr() for p in compiled), None, None, None
+        blocks.append(Block(**dict(zip(names, addresses, strict=True))))
+    return (Block * len(blocks))(*blocks)

@@ -8,8 +8,8 @@ from drafters.beam import _best_subtree
 from drafters.build import build_eagle
 from drafters.eagle import NORMS
 from drafters.errors import UserError
-from drafters.target import Features
-from tests.tiny import make_target
+from drafters.target import Features, wrap_target
+from tests.tiny import make_model, make_target, make_tokenizer
 
 STEPS, T = 4, 12
 IDS = torch.randint(512, (2, T), generator=torch.Generator().manual_seed(0))
@@ -304,6 +304,34 @@ def test_a_warm_eagle1_starts_with_the_features_it_reads(target):
     torch.testing.assert_close(out, features.final)
     out.square().sum().backward()
     assert drafter.layer.mlp.down_proj.weight.grad.any() and drafter.fc.weight.grad[:, :8].any()
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_layer_in_one_compiled_call_gives_what_its_parts_give(variant, window):
+    target = wrap_target(make_model(layers=4).bfloat16(), make_tokenizer(), "tiny").pack()
+    drafter = make_eagle(target, variant).float().bind(target)
+    drafter.fuse_layer(torch.bfloat16)
+    if target.fast is None or target.fast.dtype != torch.float32:
+        pytest.skip("no C compiler, or a CPU that computes in bfloat16")
+    assert (drafter.block is None) == (variant == "norm_before_residual")
+    drafter.meta["window"] = window
+    chain, tree = DraftSettings("chain", 3), DraftSettings("tree", 3, 2, 6)
+
+    def run():
+        state, out = drafter.begin(40), []
+        for begin, end in ((0, 7), (7, 8), (8, 10)):
+            tokens = IDS[0, begin + 1 : end + 1]
+            drafter.extend(state, tokens, part(features, 0, begin, end))
+            out += [drafter.propose(state, chain).tokens, drafter.propose(state, tree).tokens, state.out]
+        return [*out, state.keys[:, :, :10], drafter.first_drafts(state, IDS[0, 11:], part(features, 0, 10, 11), 1)]
+
+    with torch.inference_mode():
+        features = target.forward(IDS, torch.arange(T)[None].expand(2, T), taps=drafter.taps)
+        together = run()
+        drafter.block = None
+        for a, b in zip(together, run(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_frequencies_stay_float32_when_the_drafter_is_cast(target):

@@ -86,6 +86,8 @@ class Adaptive:
         self.off = self.settings.index(OFF)
         self.nodes, self.rows = max(s.nodes for s in self.settings), max(s.rows for s in self.settings)
         self.candidates = list(candidates)
+        self.usual = 1 + max(s.length for s in self.settings)  # rows of a request that a round leaves to be read
+        self.read_ms = max(c.read_ms for c in candidates)
         depth = max(len(c.survival) for c in candidates) + 1
         self.survival = np.zeros((len(candidates), SHIFTS.shape[1], depth))  # [setting, shifts, d - 1]
         for i, c in enumerate(candidates):
@@ -97,6 +99,7 @@ class Adaptive:
         self.prior = -np.log1p((SHIFTS[0] / SPREAD[0]) ** 2) - np.log1p(((SHIFTS[1] - SHIFTS[0]) / SPREAD[1]) ** 2)
         self.evidence = np.zeros_like(self.prior)
         self.expected = self._expected()
+        self.known: dict[tuple[int, float, int], float] = {}
         self.likelihoods: dict[tuple[int, int, bool], np.ndarray] = {}
         self.drafts = np.arange(len(candidates)) != self.off
         self.load = 0.0  # log of the machine's slowness now against the profile, the same for all settings
@@ -147,8 +150,7 @@ class Adaptive:
     def choose(self, requests: int = 1, waiting: int = 0) -> DraftSettings:
         """See `Policy.choose`."""
         self.requests = requests
-        usual = requests * (1 + max(s.length for s in self.settings))  # what a round leaves to be read
-        self.behind = max(0, waiting - usual) * max(c.read_ms for c in self.candidates)
+        self.behind = max(0, waiting - requests * self.usual) * self.read_ms
         rates = self.rates()
         best = int(np.argmax(rates))
         if self.current is not None and rates[best] < MARGIN * rates[self.current]:
@@ -181,7 +183,8 @@ class Adaptive:
         if drafted:
             if self.probing:
                 self._judge_probe(rounds)
-            self._learn(np.sum([self._likelihood(r) for r in drafted], axis=0), 1)
+            likelihoods = [self._likelihood(r) for r in drafted]
+            self._learn(likelihoods[0] if len(drafted) == 1 else np.sum(likelihoods, axis=0), 1)
         if drafted or not self.judging:  # else its judgement is in the time
             self._learn_cost(rounds)
 
@@ -217,7 +220,7 @@ class Adaptive:
 
     def _learn_cost(self, rounds: Sequence[Round]) -> None:
         used = self.used if any(map(self._asked, rounds)) else self.off
-        expected = self.candidates[used].of(sum(r.drafted for r in rounds) / len(rounds), rounds[0].requests)
+        expected = self._known(used, sum(r.drafted for r in rounds) / len(rounds), rounds[0].requests)
         expected += self.behind if used != self.off else 0.0
         seen = math.log(max(rounds[0].total_s, 1e-9) * 1e3 / expected)
         residual = seen - self.load - self._excess()[used]
@@ -235,6 +238,13 @@ class Adaptive:
                 self.timed[used] += 1
                 self.bias[used] += max(SLOWEST, 1 / (8 + self.timed[used])) * residual
         self.timed_last = used
+
+    def _known(self, candidate: int, drafted: float, requests: int) -> float:
+        """`Candidate.of`, which is asked for the same again and again."""
+        key = candidate, drafted, requests
+        if key not in self.known:
+            self.known[key] = self.candidates[candidate].of(drafted, requests)
+        return self.known[key]
 
     def _judge_probe(self, rounds: Sequence[Round]) -> None:
         tokens = sum(r.tokens for r in rounds) / len(rounds)

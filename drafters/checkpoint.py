@@ -204,6 +204,10 @@ def native_tensors(drafter: TrainedDrafter) -> dict[str, Tensor]:
     prefix = "heads." if isinstance(drafter, MedusaDrafter) else ""
     state = {k: v for k, v in drafter.state_dict().items() if not k.startswith("adapter.")}
     tensors = {k.removeprefix(prefix): v.detach().float().cpu().contiguous() for k, v in state.items()}
+    if isinstance(drafter, EagleDrafter) and drafter.embed_scale != 1.0:  # only training knows of it
+        fc, H = tensors["fc.weight"].clone(), drafter.config.llama.hidden_size
+        fc[:, :H] *= drafter.embed_scale
+        tensors["fc.weight"] = fc
     ids = drafter.draft_ids
     if ids is not None and isinstance(drafter, MedusaDrafter):
         tensors["token_map"] = ids.cpu().long()

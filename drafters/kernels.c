@@ -287,21 +287,23 @@ static void attention(const float *q, long q_row, const float *k, const float *v
     for (long unit = 0; unit < s->B * s->N * s->H; unit++) {
         const long h = unit % s->H, r = unit / s->H, n = r % s->N, b = r / s->N;
         const long start = s->first + b * s->batch + h / (s->H / s->K) * s->head;
-        const int32_t *at = NULL; /* all up to `count` */
-        long count = s->S - s->N + n + 1;
+        const int32_t *at = NULL; /* `count` columns, one behind the other */
+        long from = 0, count = s->S - s->N + n + 1;
         if (mask) {
-            const uint8_t *seen = mask + b * s->mask_batch + n * s->S, *hole = memchr(seen, 0, s->S);
-            count = hole ? hole - seen : s->S;
-            if (hole && memchr(hole, 1, s->S - count)) {
+            const uint8_t *seen = mask + b * s->mask_batch + n * s->S, *one = memchr(seen, 1, s->S);
+            from = one ? one - seen : 0;
+            const uint8_t *hole = memchr(seen + from, 0, s->S - from);
+            count = hole ? hole - seen - from : s->S - from;
+            if (hole && memchr(hole, 1, s->S - (hole - seen))) {
                 at = list, count = 0;
-                for (long j = 0; j < s->S; j++) {
+                for (long j = 0; j < s->S - from; j++) {
                     list[count] = j;
-                    count += seen[j];
+                    count += seen[from + j];
                 }
             }
         }
-        attend_row(q + r * q_row + h * s->d, k + start, v + start, at, count, row, s->d, s->scale, p,
-                   y + (r * s->H + h) * s->d);
+        attend_row(q + r * q_row + h * s->d, k + start + from * row, v + start + from * row, at, count, row, s->d, s->scale,
+                   p, y + (r * s->H + h) * s->d);
     }
     free(p);
 }

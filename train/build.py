@@ -118,6 +118,8 @@ def make_drafter(
         if state and "draft_ids" in state[0]:
             ids = state[0]["draft_ids"]
         drafter = _fresh(recipe, target, None if ids is None else ids.to(target.device))
+    if isinstance(drafter, EagleDrafter) and drafter.kind == "eagle1":
+        drafter.scale_embeddings(1 / float(target.embedding.float().square().mean().sqrt()))
     if not recipe.drafter.train_head:
         for name, weight in drafter.named_parameters():
             if _is_head(name, drafter):

@@ -6,6 +6,7 @@ import torch
 from drafters.base import DraftSettings
 from drafters.beam import _best_subtree
 from drafters.build import build_eagle
+from drafters.checkpoint import native_tensors
 from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.target import Features, wrap_target
@@ -332,6 +333,18 @@ def test_the_layer_in_one_compiled_call_gives_what_its_parts_give(variant, windo
         drafter.block = None
         for a, b in zip(together, run(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_scale_of_embeddings_is_trainings_own_affair(target):
+    drafter = make_eagle(target, "eagle1")
+    features = features_for(target, drafter)
+    out, files = drafter.unroll(IDS, features, 2), native_tensors(drafter)
+    drafter.scale_embeddings(7.0)
+    assert not torch.equal(drafter.fc.weight.float(), files["fc.weight"])
+    for a, b in zip(out, drafter.unroll(IDS, features, 2), strict=True):
+        torch.testing.assert_close(a, b)
+    for name, tensor in native_tensors(drafter).items():
+        torch.testing.assert_close(tensor, files[name])
 
 
 def test_frequencies_stay_float32_when_the_drafter_is_cast(target):

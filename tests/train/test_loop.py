@@ -296,8 +296,10 @@ def test_a_drafter_is_continued_with_its_own_vocabulary(tmp_path, spy, kind):  #
     train(recipe_from_dict(raw), target)
     assert len(spy.run.drafter.draft_ids) == 100 and all(p.requires_grad for p in spy.run.drafter.parameters())
     saved = load_drafter(first.output, target, dtype=torch.float32)
+    if kind == "eagle1":
+        saved.scale_embeddings(spy.run.drafter.embed_scale)
     for name, weight in spy.start.items():
-        assert torch.equal(weight, dict(saved.named_parameters())[name])
+        torch.testing.assert_close(weight, dict(saved.named_parameters())[name])
     assert torch.equal(spy.run.drafter.draft_ids, saved.draft_ids)
     raw["drafter"] |= {"kind": next(k for k in KINDS if k != kind)}
     raw |= {"output": str(tmp_path / "third"), "objective": {}}

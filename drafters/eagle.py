@@ -135,7 +135,7 @@ class EagleDrafter(nn.Module):
         self.embed_scale = 1.0  # while it is trained; see `scale_embeddings`
         self.fused: tuple[Product, Product, Product, Product] | None = None
         self.block: Any = None  # the layer in one compiled call, where there is one
-        self.fused_head: Product | None = None  # EAGLE-1's
+        self.fused_head: Product | None = None
 
     @property
     def layer(self) -> EagleLayer:
@@ -152,14 +152,13 @@ class EagleDrafter(nn.Module):
         return self
 
     def fuse_layer(self, dtype: torch.dtype) -> None:
-        """Lets decoding read copies of the layer's weights (q, k, v as one, gate, up as one) and of EAGLE-1's head."""
+        """Lets decoding read copies of the layer's weights (q, k, v as one, gate, up as one) and of its head."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
         parts = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj], [mlp.gate_proj, mlp.up_proj]
         weights = [torch.cat([m.weight.detach() for m in linears]).to(dtype) for linears in (*parts, [mlp.down_proj])]
         qkv, out, gate_up, down = map(product, weights)
         self.fused = qkv, out, gate_up, down
-        if self.config.version == 1:
-            self.fused_head = product(self._shared["head"].to(dtype))
+        self.fused_head = product(self.head_weight.detach().to(dtype))
         layer, own = self.layer, self.config.version == 3
         before = (layer.input_layernorm.weight, layer.hidden_norm.weight) if own else (None, None)
         norms = *before, None, None, None, layer.post_attention_layernorm.weight
@@ -208,9 +207,10 @@ class EagleDrafter(nn.Module):
 
     def logits(self, out: Tensor) -> Tensor:
         """(..., H) -> (..., Vd): row t of step j predicts x[t+2+j]."""
-        if self.config.version == 3:
-            return self.lm_head(self.normed(out))
-        return self.fused_head(out) if self.fused_head is not None else F.linear(out, self._shared["head"])
+        if self.fused_head is None:
+            return F.linear(self.normed(out), self.head_weight)
+        plain = self.config.version == 1 or self.config.norm_output
+        return self.fused_head(out, None if plain else self.norm.weight, self.config.llama.rms_norm_eps)
 
     def inputs(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Residual (B, T, H) and rotated q (B, heads, T, d), k, v (B, K, T, d) for token/feature pairs."""
@@ -338,7 +338,7 @@ class EagleDrafter(nn.Module):
             return self._propose_tree(state, settings)
         sampled, cut = settings.sample and temperature > 0, settings.min_confidence
         out, tokens, dists = state.out, [], []
-        confidence = torch.ones((), device=out.device)
+        confidence: Tensor | float = 1.0
         for j in range(settings.length):
             logits = self.logits(out[0, -1])  # (Vd,)
             if cut:

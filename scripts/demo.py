@@ -28,7 +28,7 @@ from train.loop import train
 from train.recipe import Recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-SYNTHESIS_SECONDS = 300
+SYNTHESIS_SECONDS = 270
 # A small model begins most conversations alike. The prompts it is measured on are not among these.
 OPENERS = (
     "", "Write a Python function that", "Explain", "Solve this problem step by step:", "Shorten this text:\n\n",
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="auto", choices=("bfloat16", "float16", "float32", "auto"))
     p.add_argument("--out", default="runs/demo", help="folder for text, drafters and report")
     p.add_argument(
-        "--tokens", type=int, help="tokens the target writes; default: what this machine writes in 5 minutes"
+        "--tokens", type=int, help="tokens the target writes; default: what this machine writes in some minutes"
     )
     p.add_argument("--prompts", type=int, default=20, help="prompts to measure on")
     return p

@@ -75,18 +75,23 @@ static void normalize(const float *x, const float *weight, float eps, float *y, 
         y[k] = x[k] * scale * weight[k];
 }
 
-static void norms(const float *x, const float *weight, float eps, float *y, long n, long K)
+/* By all threads of a team, or by each that calls it for itself; rows of y are `apart`. */
+static void norms(const float *x, const float *weight, float eps, float *y, long n, long K, long apart, int alone)
 {
+    for (long r = 0; alone && r < n; r++)
+        normalize(x + r * K, weight, eps, y + r * apart, K);
+    if (alone)
+        return;
 #pragma omp for schedule(static)
     for (long r = 0; r < n; r++)
-        normalize(x + r * K, weight, eps, y + r * K, K);
+        normalize(x + r * K, weight, eps, y + r * apart, K);
 }
 
 /* Rows of x (n, K), each divided by its root mean square. */
 void rms_norm(const float *x, const float *weight, float eps, float *y, long n, long K)
 {
 #pragma omp parallel if (n > 16)
-    norms(x, weight, eps, y, n, K);
+    norms(x, weight, eps, y, n, K, K, 0);
 }
 
 static f32x8 gated(f32x8 gate, f32x8 up)
@@ -108,8 +113,12 @@ static void gate(const float *x, float *y, long K)
     }
 }
 
-static void gates(const float *x, float *y, long n, long K)
+static void gates(const float *x, float *y, long n, long K, int alone)
 {
+    for (long r = 0; alone && r < n; r++)
+        gate(x + r * 2 * K, y + r * K, K);
+    if (alone)
+        return;
 #pragma omp for schedule(static)
     for (long r = 0; r < n; r++)
         gate(x + r * 2 * K, y + r * K, K);
@@ -151,9 +160,9 @@ void bf16_linear(const float *x, const int32_t *w, float *y, long n, long K, lon
 #pragma omp parallel
     {
         if (norm)
-            norms(x, norm, eps, f, n, K);
+            norms(x, norm, eps, f, n, K, K, 0);
         else if (gated)
-            gates(x, f, n, K);
+            gates(x, f, n, K, 0);
         linear(f ? f : x, w, y, n, K, O, residual);
     }
     free(f);
@@ -342,16 +351,6 @@ static void place_row(float *qkv, const float *cos, const float *sin, const bloc
     }
 }
 
-/* Rows of embeds and of hidden, (n, D) each, normed and side by side. */
-static void pairs(const float *embeds, const float *hidden, const block_t *block, float eps, float *y, long n, long D)
-{
-#pragma omp for schedule(static)
-    for (long r = 0; r < n; r++) {
-        normalize(embeds + r * D, block->embed_norm, eps, y + r * 2 * D, D);
-        normalize(hidden + r * D, block->attention_norm, eps, y + r * 2 * D + D, D);
-    }
-}
-
 /* Blocks of a Llama-shaped decoder over B * N rows, in place: hidden (B * N, D), embeds (where a block norms them) and
  * taps of the same shape, inner width F. The rows' keys and values go to rows `at` of the cache, none where negative; cos and sin are (B * N, d). */
 void decode(const block_t *blocks, long count, float *hidden, const float *embeds, long D, long F, float eps,
@@ -362,24 +361,31 @@ void decode(const block_t *blocks, long count, float *hidden, const float *embed
     float *normed = malloc(n * (widest + all + wide + 2 * F) * sizeof(float));
     float *qkv = normed + n * widest, *attended = qkv + n * all, *gate_up = attended + n * wide;
 #pragma omp parallel
-    for (const block_t *block = blocks; block < blocks + count; block++) {
-        if (block->embed_norm)
-            pairs(embeds, hidden, block, eps, normed, n, D);
-        else if (block->attention_norm)
-            norms(hidden, block->attention_norm, eps, normed, n, D);
-        linear(block->attention_norm ? normed : hidden, block->qkv, qkv, n, block->embed_norm ? 2 * D : D, all, NULL);
+    {
+        const int alone = n <= 4; /* each thread norms and gates all rows for itself: that costs less than to wait */
+        float *x = alone ? malloc(n * widest * sizeof(float)) : normed;
+        for (const block_t *block = blocks; block < blocks + count; block++) {
+            const long both = block->embed_norm ? D : 0;
+            if (both)
+                norms(embeds, block->embed_norm, eps, x, n, D, 2 * D, alone);
+            if (block->attention_norm)
+                norms(hidden, block->attention_norm, eps, x + both, n, D, D + both, alone);
+            linear(block->attention_norm ? x : hidden, block->qkv, qkv, n, D + both, all, NULL);
 #pragma omp for schedule(static)
-        for (long r = 0; r < n; r++)
-            place_row(qkv + r * all, cos + r * shape->d, sin + r * shape->d, block, eps, at[r], shape);
-        attention(qkv, all, block->keys, block->values, shape->d, mask, attended, shape);
-        linear(attended, block->out, hidden, n, wide, D, hidden);
-        norms(hidden, block->mlp_norm, eps, normed, n, D);
-        linear(normed, block->gate_up, gate_up, n, D, 2 * F, NULL);
-        gates(gate_up, normed, n, F);
-        linear(normed, block->down, hidden, n, F, D, hidden);
-#pragma omp single
-        if (block->tap)
-            memcpy(block->tap, hidden, n * D * sizeof(float));
+            for (long r = 0; r < n; r++)
+                place_row(qkv + r * all, cos + r * shape->d, sin + r * shape->d, block, eps, at[r], shape);
+            attention(qkv, all, block->keys, block->values, shape->d, mask, attended, shape);
+            linear(attended, block->out, hidden, n, wide, D, hidden);
+            norms(hidden, block->mlp_norm, eps, x, n, D, D, alone);
+            linear(x, block->gate_up, gate_up, n, D, 2 * F, NULL);
+            gates(gate_up, x, n, F, alone);
+            linear(x, block->down, hidden, n, F, D, hidden);
+#pragma omp single nowait
+            if (block->tap)
+                memcpy(block->tap, hidden, n * D * sizeof(float));
+        }
+        if (alone)
+            free(x);
     }
     free(normed);
 }

@@ -169,7 +169,7 @@ class EagleDrafter(nn.Module):
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings of the target, (..., H); at `embed_scale` in EAGLE-1."""
         rows = F.embedding(ids, self._shared["embedding"])
-        return rows if self.embed_scale == 1.0 else rows * self.embed_scale
+        return rows if self.embed_scale == 1.0 else rows.to(self.fc.weight.dtype) * self.embed_scale
 
     @torch.no_grad()
     def scale_embeddings(self, scale: float) -> None:

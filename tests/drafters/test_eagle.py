@@ -340,7 +340,7 @@ def test_the_scale_of_embeddings_is_trainings_own_affair():
     drafter = build_eagle(target, SOME, version=1)
     drafter.fc.weight.data.normal_(0, 0.1)
     features = target.forward(IDS, torch.arange(T)[None].expand(2, T))
-    out, files = drafter.unroll(IDS, features, 2), native_tensors(drafter)
+    out, files = drafter.unroll(IDS, features, 2), {n: w.clone() for n, w in native_tensors(drafter).items()}
     drafter.scale_embeddings(7.0)
     assert not torch.equal(drafter.fc.weight, files["fc.weight"])
     for a, b in zip(out, drafter.unroll(IDS, features, 2), strict=True):

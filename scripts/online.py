@@ -82,7 +82,7 @@ def main() -> None:
         unchanged = start.acceptance(rows[-fresh:])
         update = online.update(rows, fresh)
         gains.append(update.now / unchanged)
-        verdict = "none yet" if update.before is None else "taken back" if update.restored else "kept"
+        verdict = "its first" if update.before is None else "taken back" if update.restored else "kept"
         if update.before is not None:
             verdict += f" ({update.before:.2f} without it)"
         topic = ", ".join(sorted({prompt.category or "-" for prompt in window}))
@@ -92,7 +92,10 @@ def main() -> None:
             flush=True,
         )
     print(f"{online.updates} updates, {online.restored} taken back; acceptance length over the unchanged drafter's,")
-    print(f"mean of windows after the first: {statistics.fmean(gains[1:] or gains):.3f}x")
+    if gains[1:]:
+        print(f"mean of windows after the first: {statistics.fmean(gains[1:]):.3f}x")
+    else:
+        print("not measured: the first window is decoded before any update; use more prompts")
     if args.out:
         meta = {k: v for k, v in live.meta.items() if k not in ("warnings", "results", "kind", "target", "draft_ids")}
         save_drafter(online.learner, Path(args.out), target, {**meta, "adapted_from": str(args.drafter)})

@@ -1,6 +1,6 @@
 """Prepares a recipe's training text and shows what will be trained on.
 
-    python scripts/prepare.py recipes/medusa_smollm2.yaml --preview
+    python scripts/prepare.py recipes/smollm2-medusa1.yaml --preview
 
 With `data.source=synthesis` the target writes the text first; run it again to continue after an interruption.
 """
@@ -20,14 +20,16 @@ from train.synthesis import synthesize
 
 
 def preview(data: EncodedData, tokenizer: PreTrainedTokenizerBase, rows: int, console: Console) -> None:
-    """Prints the first rows: what is trained on in green, the rest dim."""
+    """Prints the first rows: what is trained on in green, the rest dim; in a file between ‹ and ›."""
     for number in range(min(rows, len(data))):
         row, text = data[number], Text()
         start, ids, mask = 0, row["input_ids"], row["loss_mask"]
         for stop in range(1, len(ids) + 1):
             # Spans of equal mask, not single tokens: one character may be spread over several.
             if stop == len(ids) or mask[stop] != mask[start]:
-                text.append(str(tokenizer.decode(ids[start:stop])), style="bold green" if mask[start] else "dim")
+                span = str(tokenizer.decode(ids[start:stop]))
+                span = f"‹{span}›" if mask[start] and not console.is_terminal else span
+                text.append(span, style="bold green" if mask[start] else "dim")
                 start = stop
         console.rule(f"row {number}: {len(ids)} tokens, {sum(mask)} trained on")
         console.print(text)
@@ -38,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("recipe", help="YAML file")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings put over the recipe's")
-    p.add_argument("--preview", action="store_true", help="only show which tokens of a few rows are trained on")
+    p.add_argument(
+        "--preview",
+        action="store_true",
+        help="only show which tokens of a few rows are trained on; where there is no text yet, some is written first",
+    )
     p.add_argument("--rows", type=int, default=3, help="rows of the preview (default: 3)")
     return p
 
@@ -62,8 +68,9 @@ def main() -> None:
     )
     console = Console(highlight=False)
     console.print(str(report), markup=False)
-    console.print(f"  {len(train):,} rows for training, {len(validation):,} for validation")
-    if args.preview:
+    if not args.preview:
+        console.print(f"  {len(train):,} rows for training, {len(validation):,} for validation")
+    else:
         preview(train, target.tokenizer, args.rows, console)
 
 

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="[NAME=]DRAFTER",
-        help="drafter folder, lookup, suffix[:TEXT_FILE], lookahead, model:NAME_OR_DIR, router:A+B or merged:A+B; repeatable",
+        help="folder, lookup, suffix[:FILE], lookahead, model:NAME_OR_DIR, router:A+B or merged:A+B; repeatable",
     )
     p.add_argument("--prompts", default="headstart", help='"headstart" (built in) or a .jsonl or .txt file')
     p.add_argument("--limit", type=int, help="use this many prompts, taken in turn from each category")

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
     p.add_argument(
         "--drafter",
-        help="folder, lookup, suffix[:FILE], lookahead, model:NAME_OR_DIR, router:A+B or merged:A+B; none: plain decoding",
+        help="folder, lookup, suffix[:FILE], lookahead, model:NAME_OR_DIR, router:A+B, merged:A+B; default: none",
     )
     p.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -197,7 +197,7 @@ class PagePool(KVCache):
 
     def place(self, B: int, N: int) -> Place | None:
         """See `KVCache.place`."""
-        if self.gathered or not self.keys or self.length == 0:
+        if self.gathered or not self.keys or self.length == 0 or self.keys[0].dtype != torch.float32:
             return None
         rows = self.rows
         if self.padded:

@@ -64,12 +64,12 @@ class KVCache(Cache):
         return keys[:, :, :end], values[:, :, :end]
 
     def place(self, B: int, N: int) -> Place | None:
-        """Where N new rows of each of B sequences go; None where only `update` can say.
+        """Where N new rows of each of B sequences go in float32 buffers; None where only `update` can say.
 
         Raises:
             ValueError: the rows do not fit the capacity.
         """
-        if not self.keys:
+        if not self.keys or len(self.keys[0]) != B or self.keys[0].dtype != torch.float32:
             return None
         self._check(self.length + N)
         apart = self.keys[0].shape[1] * self.capacity

@@ -169,6 +169,7 @@ class EagleDrafter(nn.Module):
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings of the target, (..., H); at `embed_scale` in EAGLE-1."""
         rows = F.embedding(ids, self._shared["embedding"])
+        # in the drafter's own precision: a half one would round what `fc` then reads differently from the saved drafter
         return rows if self.embed_scale == 1.0 else rows.to(self.fc.weight.dtype) * self.embed_scale
 
     @torch.no_grad()
@@ -415,7 +416,9 @@ class EagleDrafter(nn.Module):
         else:
             out = self.fc(torch.cat([embeds, hidden], dim=-1))
         end = at + tokens.shape[1]
-        block = type(self.block).from_buffer_copy(self.block)
+        if end > state.keys.shape[2] or state.keys.dtype != torch.float32:  # it would be written past its end
+            raise ValueError(f"a {state.keys.dtype} cache of {state.keys.shape[2]} rows cannot take row {end}")
+        block = self.block.for_one_call()
         block[0].keys, block[0].values = state.keys.data_ptr(), state.values.data_ptr()
         place = Place(torch.arange(at, end), first, 0, end - first)
         cos, sin = self.angles(out, positions)

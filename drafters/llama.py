@@ -112,7 +112,7 @@ class FastDecoder:
         taps: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """All blocks in one call: one by one, a one-row step would spend a fifth of its time on calling operators."""
-        blocks = type(self.blocks).from_buffer_copy(self.blocks)  # of this call: other threads may decode, too
+        blocks = self.blocks.for_one_call()
         tapped = {k: torch.empty_like(hidden) if k else hidden.clone() for k in taps}
         for index, (block, keys, values) in enumerate(zip(blocks, cache.keys, cache.values, strict=True)):
             block.keys, block.values, block.tap = keys.data_ptr(), values.data_ptr(), address(tapped.get(index + 1))

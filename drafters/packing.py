@@ -146,7 +146,6 @@ class CompiledProduct:
         padded = F.pad(weight.detach(), (0, 0, 0, -self.width % 16)).view(torch.int16).view(-1, 16, self.K)
         # (panels, K, 8, 2): the lower half of a word is output i of the panel, the upper half output i + 8
         self.panels = torch.stack([padded[:, :8], padded[:, 8:]], dim=-1).permute(0, 2, 1, 3).contiguous()
-        self.run: Any = compiled().bf16_linear
 
     def __call__(
         self,
@@ -162,7 +161,7 @@ class CompiledProduct:
             raise ValueError(f"a product of {self.K} inputs got {tuple(x.shape)}{', gated' if gated else ''}")
         rows, scale, added = readable(x), readable(norm), readable(residual)
         out = rows.new_empty(*outer, self.width)
-        self.run(
+        compiled().bf16_linear(
             rows.data_ptr(), self.panels.data_ptr(), out.data_ptr(), x.numel() // K, self.K, self.width,
             address(scale), eps, gated, address(added),
         )  # fmt: skip
@@ -170,7 +169,26 @@ class CompiledProduct:
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
-def compiled_blocks(layers: Iterable[tuple[Sequence[Tensor | None], Sequence[Product]]]) -> Any:
+class Blocks:
+    """`kernels.Block` for every layer, and the tensors that they point to; a copy of it points to copies of those."""
+
+    def __init__(self, layers: Sequence[tuple[Sequence[Tensor | None], Sequence["CompiledProduct"]]]):
+        self.layers = layers
+        names, blocks = [field[0] for field in Block._fields_], []
+        for vectors, products in layers:
+            addresses = *map(address, vectors), *(p.panels.data_ptr() for p in products), None, None, None
+            blocks.append(Block(**dict(zip(names, addresses, strict=True))))
+        self.array = (Block * len(blocks))(*blocks)
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return Blocks, (self.layers,)
+
+    def for_one_call(self) -> Any:
+        """A copy of the array: other threads may decode, too."""
+        return type(self.array).from_buffer_copy(self.array)
+
+
+def compiled_blocks(layers: Iterable[tuple[Sequence[Tensor | None], Sequence[Product]]]) -> Blocks | None:
     """What `kernels.decode` reads of decoder blocks, but for their cache; None where it can't.
 
     Args:
@@ -182,7 +200,5 @@ def compiled_blocks(layers: Iterable[tuple[Sequence[Tensor | None], Sequence[Pro
         compiled = [p for p in products if isinstance(p, CompiledProduct)]
         if len(compiled) < len(products) or any(p.bias is not None for p in compiled[1:]):
             return None
-        names = [field[0] for field in Block._fields_]
-        addresses = *map(address, vectors), *(p.panels.data_ptr() for p in compiled), None, None, None
-        blocks.append(Block(**dict(zip(names, addresses, strict=True))))
-    return (Block * len(blocks))(*blocks)
+        blocks.append((vectors, compiled))
+    return Blocks(blocks)

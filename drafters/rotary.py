@@ -26,9 +26,10 @@ class Angles:
             cos, sin = self.rotary(hidden, positions)
             return cos.contiguous(), sin.contiguous()
         size = int(positions.max()) + 1
-        if self.table is None or len(self.table[0]) < size:
+        table = self.table  # read once: another thread may put a shorter one there
+        if table is None or len(table[0]) < size:
             every = torch.arange(max(512, 1 << (size - 1).bit_length()))[None]
             cos, sin = self.rotary(hidden, every)
-            self.table = cos[0], sin[0]
-        cos, sin = self.table
+            table = self.table = cos[0], sin[0]
+        cos, sin = table
         return F.embedding(positions, cos), F.embedding(positions, sin)

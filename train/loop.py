@@ -21,6 +21,7 @@ from tqdm import tqdm
 from drafters.adapter import adapted
 from drafters.build import TrainedDrafter
 from drafters.checkpoint import save_drafter
+from drafters.eagle import EagleDrafter
 from drafters.errors import UserError
 from drafters.provenance import provenance
 from drafters.target import Target
@@ -271,6 +272,7 @@ def _validate(run: Run, bar: tqdm, total: int) -> None:
 def _save(run: Run) -> None:
     if run.accelerator.is_main_process:
         facts = {"step": run.step, "best": run.best, "history": run.history, "recipe": run.recipe.to_dict()}
+        facts |= {"embed_scale": getattr(run.drafter, "embed_scale", 1.0)}
         save_state(run.output, run.drafter, run.optimizers, facts)
 
 
@@ -332,6 +334,8 @@ def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
     )
     if state:
         run.step, run.best, run.history = state[1]["step"], state[1]["best"], state[1]["history"]
+        if isinstance(drafter, EagleDrafter):  # 1.0 in states from before there was a scale
+            drafter.embed_scale = state[1].get("embed_scale", 1.0)
     _start_trackers(run)
     if accelerator.is_main_process and run.step:
         print(f"continuing {output} at step {run.step}")

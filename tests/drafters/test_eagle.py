@@ -1,12 +1,14 @@
 """EAGLE: what training unrolls is what decoding does, step by step."""
 
+import copy
+
 import pytest
 import torch
 
 from drafters.base import DraftSettings
 from drafters.beam import _best_subtree
 from drafters.build import build_eagle
-from drafters.checkpoint import native_tensors
+from drafters.checkpoint import native_tensors, save_drafter
 from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.target import Features, wrap_target
@@ -347,6 +349,38 @@ def test_the_scale_of_embeddings_is_trainings_own_affair():
         torch.testing.assert_close(a, b)
     for name, tensor in native_tensors(drafter).items():
         torch.testing.assert_close(tensor, files[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_scaled_drafter_is_saved_as_it_is_whatever_the_targets_dtype(tmp_path, dtype):
+    target = wrap_target(make_model(layers=4, initializer_range=0.1).to(dtype), make_tokenizer(), "tiny")
+    drafter = build_eagle(target, None, version=1).bind(target)
+    drafter.scale_embeddings(1 / float(target.embedding.float().square().mean().sqrt()))
+    for weight in (drafter.fc.weight, drafter.layer.self_attn.o_proj.weight, drafter.layer.mlp.down_proj.weight):
+        torch.nn.init.normal_(weight, 0, 0.1)  # as if it had been trained: a warm one does not hear the token
+    save_drafter(drafter, tmp_path / "drafter", target, {})  # compares logits
+
+
+def test_rows_behind_the_cache_are_refused_and_copies_stand_alone():
+    target = wrap_target(make_model(layers=4).bfloat16(), make_tokenizer(), "tiny").pack()
+    drafter = make_eagle(target, "eagle3").float().bind(target)
+    drafter.fuse_layer(torch.bfloat16)
+    if drafter.block is None:
+        pytest.skip("no C compiler, or a CPU that computes in bfloat16")
+    with torch.inference_mode():
+        features = target.forward(IDS[:1], torch.arange(T)[None], taps=drafter.taps)
+
+        def run(drafter, capacity):
+            state = drafter.begin(capacity)
+            drafter.extend(state, IDS[0, 1:], part(features, 0, 0, T - 1))
+            drafter.propose(state, DraftSettings("chain", 5))
+            return state.out
+
+        with pytest.raises(ValueError, match="cannot take row"):
+            run(drafter, T)
+        expected, twin = run(drafter, 2 * T), copy.deepcopy(drafter)
+        drafter.block.layers[0][1][0].panels.zero_()
+        assert torch.equal(run(twin, 2 * T), expected) and not torch.equal(run(drafter, 2 * T), expected)
 
 
 def test_frequencies_stay_float32_when_the_drafter_is_cast(target):

@@ -79,6 +79,21 @@ def test_all_blocks_in_one_call_give_what_they_give_one_by_one(family, extra):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_a_cache_that_does_not_fit_the_call_is_refused():
+    target = wrap_target(make_model(layers=2).bfloat16(), make_tokenizer(), "tiny")
+    ids, caches = torch.arange(5)[None], [target.new_cache(9) for _ in range(2)]
+    with torch.inference_mode():
+        target.forward(ids, ids, caches[0])  # by the modules, in bfloat16
+        target.pack()
+        if target.fast is None or not target.fast.blocks:
+            pytest.skip("no C compiler, or a CPU that computes in bfloat16")
+        target.forward(ids, ids, caches[1])
+        for cache, rows in zip(caches, (1, 3), strict=True):  # another dtype, another batch
+            cache.commit(5)
+            with pytest.raises(RuntimeError):
+                target.forward(torch.zeros(rows, 1, dtype=torch.long), torch.full((rows, 1), 5), cache)
+
+
 def test_fused_weights_that_modules_share_still_take_gradients(monkeypatch):
     """Medusa-2 trains an adapter through the modules of a packed target."""
     monkeypatch.setattr("drafters.llama.can_pack", lambda weights: False)

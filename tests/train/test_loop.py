@@ -71,6 +71,28 @@ def test_resumed_equals_uninterrupted(target, tmp_path, monkeypatch, kind, optio
     assert all(torch.equal(tensor, best[1][n]) for n, tensor in best[0].items())
 
 
+def test_a_state_without_a_scale_goes_on_without_one(target, tmp_path, monkeypatch):
+    """As runs saved them before EAGLE-1's embeddings were scaled: its weights stand for another drafter else."""
+    recipe = small_recipe(tmp_path, "eagle1", train={"save_every_seconds": 1e-9})
+    save = LOOP.save_state
+
+    def before(folder, drafter, optimizers, facts):
+        if facts["step"] == 2:
+            drafter.scale_embeddings(1.0)
+            save(folder, drafter, optimizers, {k: v for k, v in facts.items() if k != "embed_scale"})
+            raise KeyboardInterrupt
+        save(folder, drafter, optimizers, facts)
+
+    monkeypatch.setattr(LOOP, "save_state", before)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, target)
+    monkeypatch.setattr(LOOP, "save_state", save)
+    train(recipe, target)
+    assert read_state(Path(recipe.output))[1]["embed_scale"] == 1.0
+    weight = load_file(Path(recipe.output) / "model.safetensors")["fc.weight"]
+    assert torch.equal(weight, final_weights(recipe)["weight/fc.weight"])
+
+
 def test_finished_run_is_left_alone(target, tmp_path, monkeypatch, capsys):
     recipe = small_recipe(tmp_path)
     train(recipe, target)

@@ -21,7 +21,7 @@ from drafters.target import Target
 
 SHIFTS = np.stack(np.meshgrid(np.linspace(-6, 6, 25), np.linspace(-6, 6, 13), indexing="ij")).reshape(2, -1)
 SPREAD = (1.0, 0.8)  # prior standard deviation of the first token's shift, and of the later tokens' against it
-FORGET = 0.98  # of a round's evidence, each later round that drafts: about 50 rounds count
+FORGET = 0.995  # of a round's evidence, each later round that drafts: about 200 rounds count
 DOUBT = 16.0  # nats: no shift is ever ruled out further than this, so that a change of text shows within a few rounds
 MARGIN = 1.02  # another setting must promise this much more speed before it replaces the present one
 SURE = 1.01  # and drafting this much more than none: gains too small to tell from none are not worth the risk

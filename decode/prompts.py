@@ -12,7 +12,7 @@ from typing import Any
 
 from drafters.errors import UserError
 
-BUILT_IN = {name: Path(__file__).parent / "data" / f"{name}.jsonl" for name in ("headstart", "calibration")}
+BUILT_IN = {name: Path(__file__).parent / "data" / f"{name}.jsonl" for name in ("headstart", "calibration", "traffic")}
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,15 @@ class Prompt:
 def load_prompts(name_or_path: str | Path, limit: int | None = None, per_category: int | None = None) -> list[Prompt]:
     """Read prompts from a built-in set or from a file.
 
-    "headstart" is for measuring, "calibration" for choosing how much to draft; no prompt is in both.
+    "headstart" is for measuring, "calibration" for choosing how much to draft; no prompt is in both. "traffic" is what
+    an application sends: requests of one form, forty of one topic and then forty of another.
 
     A ``.txt`` file holds one prompt a line. Any other file is JSONL, each row one of ``{"turns": [...]}``
     (Spec-Bench; the first turn is used), ``{"prompt": "..."}`` or ``{"messages": [...]}`` (a closing assistant
     message is dropped: it is what the target shall write), with optional ``question_id`` or ``id``, and ``category``.
 
     Args:
-        name_or_path: "headstart" or a path.
+        name_or_path: "headstart", "calibration", "traffic" or a path.
         limit: keep this many, taken in turn from each category, so that a small limit still covers them all.
         per_category: keep the first so many of each category.
 

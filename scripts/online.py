@@ -1,8 +1,8 @@
 """Serve a stream of prompts while the drafter learns from it, between requests; shows what that brings.
 
-    python scripts/online.py --target smollm2-135m --drafter runs/smollm2-eagle3 --out runs/smollm2-adapted
+    python scripts/online.py --drafter runs/smollm2-eagle3 --prompts traffic --out runs/smollm2-adapted
 
-Prompts come category by category, so that the topic shifts. Every `--window` requests the drafter is updated, and the
+Prompts come in their file's order, category by category in the built-in ones, so that the topic shifts. Every `--window` requests the drafter is updated, and the
 update before is judged on the requests since: the better weights stay. The text is the target's own all along.
 """
 
@@ -26,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description="Decode a stream of prompts with a drafter that learns from it.")
     p.add_argument("--target", default="smollm2-135m", help="hub id, folder or GGUF file of the target")
     p.add_argument("--drafter", required=True, help="drafter folder to start from; it is not changed")
-    p.add_argument("--prompts", default="headstart", help='"headstart" (built in) or a .jsonl or .txt file')
+    p.add_argument(
+        "--prompts", default="headstart", help='"headstart" or "traffic" (built in) or a .jsonl or .txt file'
+    )
     p.add_argument("--limit", type=int, help="use this many prompts, taken in turn from each category")
     p.add_argument("--window", type=int, default=4, help="requests between updates")
     p.add_argument("--steps", type=int, default=8, help="optimizer steps an update")

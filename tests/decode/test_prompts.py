@@ -16,6 +16,12 @@ def test_built_in_set_has_ten_of_each_category():
     assert len({p.messages[0]["content"] for p in prompts}) == 60
 
 
+def test_traffic_is_of_one_topic_and_then_of_another():
+    prompts = load_prompts("traffic")
+    assert [p.category for p in prompts] == ["orders"] * 40 + ["sql"] * 40
+    assert len({p.messages[0]["content"] for p in prompts}) > 70
+
+
 def test_limit_is_spread_over_categories():
     assert [p.id for p in load_prompts("headstart", limit=6)] == [
         "chat-01", "code-01", "math-01", "summarization-01", "extraction-01", "rewriting-01",

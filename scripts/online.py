@@ -2,8 +2,9 @@
 
     python scripts/online.py --drafter runs/smollm2-eagle3 --prompts traffic --out runs/smollm2-adapted
 
-Prompts come in their file's order, category by category in the built-in ones, so that the topic shifts. Every `--window` requests the drafter is updated, and the
-update before is judged on the requests since: the better weights stay. The text is the target's own all along.
+Prompts come in their file's order, category by category in the built-in ones, so that the topic shifts. Every
+`--window` requests the drafter is updated, and the update before is judged on the requests since: the better weights
+stay. The text is the target's own all along.
 """
 
 import argparse

@@ -27,6 +27,7 @@ from train.recipe import Recipe
 from train.validation import validate
 
 Weights = dict[str, Tensor]
+HURT = 0.98  # an update that leaves less of the acceptance length than this was too bold; less than that is noise
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Online:
     Args:
         live: the drafter in use, in any dtype, packed or not; its weights are replaced in place.
         target: what it serves.
-        recipe: objective and optimizer; `train.lr` is halved for good by every restoration.
+        recipe: objective and optimizer; `train.lr` is halved by an update that hurt, up to it doubled by one that helped.
         taps: layers of the rows' features; None: the drafter's own. A router records more.
         steps: optimizer steps an update, each on `train.micro_batch` rows.
     """
@@ -64,7 +65,7 @@ class Online:
         self.learner.load_state_dict(live.state_dict())
         self.learner.bind(target)
         self.objective = Objective(self.learner, target, recipe.objective)
-        self.optimizers = make_optimizers(self.learner, recipe)
+        self.optimizers, self.lr = make_optimizers(self.learner, recipe), recipe.train.lr
         self.good = _copy(self.learner)  # the weights before the last update
         self.random = random.Random(recipe.seed)
         self.updates = self.restored = 0
@@ -87,11 +88,11 @@ class Online:
             restored = now < before
         if restored:
             self.learner.load_state_dict(self.good)
-            self.recipe = replace(self.recipe, train=replace(self.recipe.train, lr=self.recipe.train.lr / 2))
-            self.optimizers = make_optimizers(self.learner, self.recipe)  # their averages led astray
             self.restored += 1
+        if before is not None:
+            self._set_rate(self.lr / 2 if now < HURT * before else self.lr if restored else 2 * self.lr, restored)
         self.good = _copy(self.learner)
-        losses = [self._step(self._draw(rows)) for _ in range(self.steps)]
+        losses = [self._step(self._draw(rows, fresh)) for _ in range(self.steps)]
         refresh(self.live, self.learner, self.target.dtype)
         self.updates += 1
         return Update(before, now, restored, losses)
@@ -103,9 +104,22 @@ class Online:
         self.learner.eval()
         return validate(self.learner, self.target, data, data, self.recipe).tau
 
-    def _draw(self, rows: Sequence[Row]) -> list[Row]:
+    def _set_rate(self, lr: float, anew: bool) -> None:
+        """The learning rate of the next update, the recipe's at most; `anew`: the optimizers' averages led astray."""
+        self.lr = min(lr, self.recipe.train.lr)
+        if anew:
+            now = replace(self.recipe, train=replace(self.recipe.train, lr=self.lr))
+            self.optimizers = make_optimizers(self.learner, now)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr
+
+    def _draw(self, rows: Sequence[Row], fresh: int) -> list[Row]:
+        """A batch, half of it new rows: after a change of topic they would else be few among the old ones."""
         count = min(self.recipe.train.micro_batch, len(rows))
-        return [rows[i] for i in self.random.sample(range(len(rows)), count)]
+        new, old = rows[-fresh:], rows[:-fresh]
+        first = max(count - len(old), min(len(new), (count + 1) // 2))
+        return self.random.sample(new, first) + self.random.sample(old, count - first)
 
     def _step(self, rows: list[Row]) -> float:
         """One optimizer step on these rows."""

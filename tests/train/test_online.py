@@ -69,14 +69,16 @@ def test_a_harmful_update_is_taken_back(target, cases):
     good = copy.deepcopy(live.state_dict())
     before = serve(target, recorder, cases)
     online.steps = 1
-    online.optimizers[0].param_groups[0]["lr"] = 1.0
+    online.recipe, online.lr = recipe("eagle3", lr=1.0), 1.0
     online.update(list(recorder.rows), len(cases))
     assert serve(target, recorder, cases) < before - 0.3
     online.steps = 0
     update = online.update(list(recorder.rows), len(cases))
     assert update.restored and update.now < update.before
     assert all(torch.equal(weight, good[name]) for name, weight in live.state_dict().items())
-    assert online.recipe.train.lr == online.optimizers[0].param_groups[0]["lr"] == 5e-3
+    assert online.lr == online.optimizers[0].param_groups[0]["lr"] == 0.5
+    online.update(list(recorder.rows), len(cases))  # no worse: it may step further again
+    assert online.lr == online.optimizers[0].param_groups[0]["lr"] == 1.0
 
 
 def test_the_live_drafter_keeps_its_dtype_and_its_packing(target, cases):

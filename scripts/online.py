@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--window", type=int, default=4, help="requests between updates")
     p.add_argument("--steps", type=int, default=8, help="optimizer steps an update")
     p.add_argument("--batch", type=int, default=4, help="recorded requests in an optimizer step")
-    p.add_argument("--lr", type=float, default=3e-4, help="learning rate; halved by an update that hurt, until one helps")
+    p.add_argument("--lr", type=float, default=3e-4, help="learning rate; halved by an update that hurt")
     p.add_argument("--memory", type=int, default=20_000, help="tokens of past requests that are kept to learn from")
     p.add_argument("--chain", type=int, default=4, metavar="LENGTH", help="draft chains of LENGTH tokens")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

@@ -50,7 +50,7 @@ class Online:
     Args:
         live: the drafter in use, in any dtype, packed or not; its weights are replaced in place.
         target: what it serves.
-        recipe: objective and optimizer; `train.lr` is halved by an update that hurt, up to it doubled by one that helped.
+        recipe: objective and optimizer; `train.lr` is halved by an update that hurt, and doubled back later.
         taps: layers of the rows' features; None: the drafter's own. A router records more.
         steps: optimizer steps an update, each on `train.micro_batch` rows.
     """

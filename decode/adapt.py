@@ -207,9 +207,7 @@ class Adaptive:
 
     def _likelihood(self, round: Round) -> np.ndarray:
         """Log likelihood of the accepted length under all shifts."""
-        ended = round.tokens > round.accepted and round.accepted < self._asked(
-            round
-        )  # else what came after is not known
+        ended = round.accepted < min(round.tokens, self._asked(round))  # else what came after is not known
         key = self.used, round.accepted, ended
         if key not in self.likelihoods:
             curve = self.survival[self.used]  # [shifts, d - 1]

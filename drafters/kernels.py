@@ -117,10 +117,13 @@ def decode(
 
 def _bytes(mask: Tensor | None, B: int, N: int, S: int) -> tuple[Tensor | None, int]:
     """A mask as the compiled functions read it, and how far apart in it the batch's are."""
+    shape = None if mask is None else tuple(mask.shape)
+    if N > S or shape not in (None, (B, 1, N, S), (1, 1, N, S)):  # memory would be read past its end
+        raise ValueError(f"attention of {B} x {N} rows over {S} columns got a mask of {shape}")
     if mask is None:
         return None, 0
-    if tuple(mask.shape) not in ((B, 1, N, S), (1, 1, N, S)):  # it would be read past its end
-        raise ValueError(f"attention of {B} x {N} rows over {S} columns got a mask of {tuple(mask.shape)}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"attention got a mask of {mask.dtype}, not bool")
     return mask.contiguous(), 0 if len(mask) == 1 else N * S
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from drafters.build import TrainedDrafter, pack_drafter
 from drafters.combine import own_features
+from drafters.eagle import EagleDrafter
 from drafters.record import Row
 from drafters.target import Features, Target
 from train.build import make_optimizers
@@ -63,6 +64,8 @@ class Online:
         kind: Any = type(live)
         self.learner: TrainedDrafter = kind(live.config, live.draft_ids).to(target.device)  # in float32
         self.learner.load_state_dict(live.state_dict())
+        if isinstance(live, EagleDrafter) and isinstance(self.learner, EagleDrafter):
+            self.learner.embed_scale = live.embed_scale  # no part of the weights
         self.learner.bind(target)
         self.objective = Objective(self.learner, target, recipe.objective)
         self.optimizers, self.lr = make_optimizers(self.learner, recipe), recipe.train.lr

@@ -8,7 +8,7 @@ import torch
 from drafters.base import DraftSettings
 from drafters.beam import _best_subtree
 from drafters.build import build_eagle
-from drafters.checkpoint import native_tensors, save_drafter
+from drafters.checkpoint import load_drafter, native_tensors, probe_logits, save_drafter
 from drafters.eagle import NORMS
 from drafters.errors import UserError
 from drafters.target import Features, wrap_target
@@ -358,7 +358,11 @@ def test_a_scaled_drafter_is_saved_as_it_is_whatever_the_targets_dtype(tmp_path,
     drafter.scale_embeddings(1 / float(target.embedding.float().square().mean().sqrt()))
     for weight in (drafter.fc.weight, drafter.layer.self_attn.o_proj.weight, drafter.layer.mlp.down_proj.weight):
         torch.nn.init.normal_(weight, 0, 0.1)  # as if it had been trained: a warm one does not hear the token
-    save_drafter(drafter, tmp_path / "drafter", target, {})  # compares logits
+    saved = load_drafter(
+        save_drafter(drafter, tmp_path / "drafter", target, {}), target, dtype=torch.float32, pack=False
+    )
+    assert saved.embed_scale == 1.0 and not torch.allclose(saved.fc.weight, drafter.fc.weight)
+    torch.testing.assert_close(probe_logits(saved, target), probe_logits(drafter, target), rtol=1e-4, atol=1e-4)
 
 
 def test_rows_behind_the_cache_are_refused_and_copies_stand_alone():

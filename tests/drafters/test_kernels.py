@@ -60,6 +60,10 @@ def test_wrong_shapes_are_refused_before_memory_is_read():
     q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 9, 16)
     with pytest.raises(ValueError, match="got a mask"):
         attend(q, k, k, torch.ones(1, 1, 2, 8, dtype=torch.bool), 0.25)
+    with pytest.raises(ValueError, match="not bool"):
+        attend(q, k, k, torch.ones(1, 1, 2, 9), 0.25)
+    with pytest.raises(ValueError, match="2 rows over 1 columns"):
+        attend(q, k[:, :, :1], k[:, :, :1], None, 0.25)
     run = CompiledProduct(torch.randn(8, 16).bfloat16(), None)
     for x, gated in ((torch.randn(2, 15), False), (torch.randn(2, 16), True)):
         with pytest.raises(ValueError, match="a product of 16 inputs"):

@@ -33,6 +33,8 @@ JUDGE = (16, 64)  # plain rounds before the drafter is asked what it would have 
 HOPE = 0.95  # of plain decoding's speed must then be likely before a draft is tried
 HORIZON = 64  # drafting rounds over which the reading of what waited for the drafter must pay
 SLOWEST = 0.06  # share of what a round shows about a setting's cost that is believed, once much is known
+HOLD, FRESH = 4, 8  # rounds that a decision stands, for to make it takes a hundredth of a step; but the first so many
+# rounds after a change are decided one by one
 RECHECK = 25  # drafting rounds before a plain one shows what drafting is compared with, where the two are close
 
 
@@ -101,6 +103,7 @@ class Adaptive:
         self.expected = self._expected()
         self.known: dict[tuple[int, float, int], float] = {}
         self.likelihoods: dict[tuple[int, int, bool], np.ndarray] = {}
+        self.unread: list[list[np.ndarray]] = []  # of the rounds since the last decision
         self.drafts = np.arange(len(candidates)) != self.off
         self.load = 0.0  # log of the machine's slowness now against the profile, the same for all settings
         self.bias = np.zeros(len(candidates))  # log of what each setting costs beyond that
@@ -109,7 +112,8 @@ class Adaptive:
         self.switches = 0  # between drafting and not, which it was learned from
         self.timed_last: int | None = None
         self.behind = 0.0  # milliseconds of reading that come before the first draft
-        self.current: int | None = None  # what the last round was given by the rates
+        self.current = -1  # what the rates decided last
+        self.held = 0  # rounds that it still stands
         self.streak = 0  # rounds since drafting was turned on or off
         self.unchecked = 0  # drafting rounds since a plain one
         cheapest = min((c.ms for c in candidates if c.settings.nodes), default=0.0) / self.cost[self.off]
@@ -149,33 +153,46 @@ class Adaptive:
 
     def choose(self, requests: int = 1, waiting: int = 0) -> DraftSettings:
         """See `Policy.choose`."""
-        self.requests = requests
         self.behind = max(0, waiting - requests * self.usual) * self.read_ms
-        rates = self.rates()
-        best = int(np.argmax(rates))
-        if self.current is not None and rates[best] < MARGIN * rates[self.current]:
-            best = self.current
-        if (best == self.off) != (self.current == self.off):
-            self.streak = 0
-        self.current, self.probing, used = best, False, best
-        affordable = PROBE[1] * self.streak * self.cost[self.off]  # milliseconds
-        drafting = rates * self.drafts
-        hopeful = not self.judgeable or drafting.max() > HOPE * rates[self.off]
-        self.judging = 0
-        if best == self.off and self.behind <= affordable and self.streak >= self.gap and hopeful:
-            self.probing, used = True, int(np.argmax(drafting))
-        elif best == self.off and self.unjudged >= self.wait - 1:
-            self.judging, self.unjudged = self.wait, -1  # of one request's
-        elif (
-            used != self.off
-            and self.unchecked >= min(RECHECK, 5 * (1 + self.switches)) * (rates[best] / rates[self.off]) ** 2
-        ):
-            used = self.off
+        if self.held == 0 or requests != self.requests:
+            self.requests = requests
+            self._decide()
+        self.held -= 1
+        best = used = self.current
+        self.probing, self.judging = False, 0
+        if best == self.off:
+            affordable = PROBE[1] * self.streak * self.cost[self.off]  # milliseconds
+            if self.behind <= affordable and self.streak >= self.gap and (self.hopeful or not self.judgeable):
+                self.probing, used, self.held = True, self.trial, 0
+            elif self.unjudged >= self.wait - 1:
+                self.judging, self.unjudged = self.wait, -1  # of one request's
+            self.unjudged += 1
+        else:
+            self.unjudged = 0
+            if self.unchecked >= min(RECHECK, 5 * (1 + self.switches)) * self.gain**2:
+                used = self.off
         self.streak += 1
-        self.unjudged = self.unjudged + 1 if best == self.off else 0
         self.unchecked = 0 if used == self.off else self.unchecked + 1
         self.used = used
         return self.settings[used]
+
+    def _decide(self) -> None:
+        """What the next rounds draft, what a trial would, and whether one is worth it."""
+        for likelihoods in self.unread:
+            self._learn(likelihoods[0] if len(likelihoods) == 1 else np.sum(likelihoods, axis=0), 1)
+        self.unread = []
+        self.expected = self._expected()
+        rates = self.rates()
+        best = int(np.argmax(rates))
+        if self.current >= 0 and rates[best] < MARGIN * rates[self.current]:
+            best = self.current
+        if (best == self.off) != (self.current == self.off):
+            self.streak = 0
+        drafting = rates * self.drafts
+        self.trial = int(np.argmax(drafting))
+        self.hopeful = bool(drafting[self.trial] > HOPE * rates[self.off])
+        self.gain = float(rates[best] / rates[self.off])
+        self.current, self.held = best, HOLD if self.streak >= FRESH else 1
 
     def observe(self, rounds: Sequence[Round]) -> None:
         """See `Policy.observe`."""
@@ -183,8 +200,7 @@ class Adaptive:
         if drafted:
             if self.probing:
                 self._judge_probe(rounds)
-            likelihoods = [self._likelihood(r) for r in drafted]
-            self._learn(likelihoods[0] if len(drafted) == 1 else np.sum(likelihoods, axis=0), 1)
+            self.unread.append([self._likelihood(r) for r in drafted])
         if drafted or not self.judging:  # else its judgement is in the time
             self._learn_cost(rounds)
 
@@ -194,13 +210,13 @@ class Adaptive:
             self.judgeable = True
             p = self.survival[self.first, :, 0].clip(1e-4, 1 - 1e-4)
             self._learn(right * np.log(p) + (seen - right) * np.log1p(-p), seen)
-            hopeless = np.argmax(self.rates()) == self.off
+            self._decide()
+            hopeless = self.current == self.off
             self.wait = min(2 * self.wait, JUDGE[1]) if hopeless else JUDGE[0]
 
     def _learn(self, likelihood: np.ndarray, rounds: int) -> None:
         evidence = FORGET**rounds * self.evidence + likelihood
         self.evidence = np.maximum(evidence - evidence.max(), -DOUBT)
-        self.expected = self._expected()
 
     def _asked(self, round: Round) -> int:
         return (round.settings or self.settings[self.used]).length
@@ -221,7 +237,7 @@ class Adaptive:
         expected = self._known(used, sum(r.drafted for r in rounds) / len(rounds), rounds[0].requests)
         expected += self.behind if used != self.off else 0.0
         seen = math.log(max(rounds[0].total_s, 1e-9) * 1e3 / expected)
-        residual = seen - self.load - self._excess()[used]
+        residual = seen - self.load - (0.0 if used == self.off else self.bias[used] + self.drafting)
         if self.timed_last is None:
             self.load = seen
         elif used == self.timed_last:  # a busier machine is no news about the setting
@@ -248,7 +264,8 @@ class Adaptive:
         tokens = sum(r.tokens for r in rounds) / len(rounds)
         cost = self.cost * np.exp(self._excess())
         lost = cost[self.used] / cost[self.off] - tokens  # in plain steps
-        self.gap = self.patience if lost < 0 else max(self.patience, min(2 * self.gap, int(lost / PROBE[2])))
+        wasted = lost + self.behind / cost[self.off]  # what was read for it, too
+        self.gap = self.patience if lost < 0 else max(self.patience, min(2 * self.gap, int(wasted / PROBE[2])))
         if lost < 0:
             self.evidence *= 0.5  # what was seen before is old
         else:

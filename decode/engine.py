@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decode.sampling import SamplingParams, distribution, draw, greedy_choice, penalize
-from decode.tree import ancestors, block_mask, deepest, walk
+from decode.tree import block_mask, deepest, layout, walk
 from decode.verify import verify_sampled_chain
 from drafters.base import Drafter, DraftSettings, DraftTree, Outcome
 from drafters.cache import KVCache
@@ -216,12 +216,13 @@ def _round(run: "Decoding", cache: KVCache, clock: Callable[[], float]) -> tuple
     drafted_at = clock()
     block = run.prepare(tree)
     # rotary position: committed length + depth
-    positions = torch.full((len(block.ids),), cache.length, device=block.ids.device)
-    positions = positions if block.depths is None else positions + block.depths
+    depths = torch.zeros_like(block.ids) if block.depths is None else block.depths
+    positions = depths + cache.length
     mask = None if block.slots is None else block_mask(block.slots, cache.length)
     features = run.target.forward(block.ids[None], positions[None], cache, mask, run.taps)
     logits = run.target.head(features.final[0]).float()  # (n + 1, V): slot s predicts what follows it
-    flat = run.choose(block, logits).tolist()
+    chosen = run.choose(block, logits)
+    flat = chosen.tolist()
     verified_at = clock()
 
     verdict = run.settle(block, flat)
@@ -229,7 +230,8 @@ def _round(run: "Decoding", cache: KVCache, clock: Callable[[], float]) -> tuple
     extended = 0.0
     if run.drafter is not None and not run.done:
         before = clock()
-        run.drafter.extend(run.state, *run.committed(features, verdict))
+        tokens, kept = (chosen, features) if block.slots is None else run.committed(features, verdict)
+        run.drafter.extend(run.state, tokens, kept)
         extended = clock() - before
     total, draft, verify = clock() - started, drafted_at - started + extended, verified_at - drafted_at
     round = run.record(block, verdict, draft, verify, total)
@@ -312,8 +314,8 @@ class Decoding:
         root = torch.tensor(self.out.tokens[-1:], device=self.target.device)
         if not len(tree.tokens):
             return Block(root, tree, None, None)
-        slots = ancestors(tree.parents, min(len(tree.tokens), self.settings.length))
-        return Block(torch.cat([root, tree.tokens]), tree, slots, slots.sum(1) - 1)
+        slots, depths = layout(tree.parents, min(len(tree.tokens), self.settings.length))
+        return Block(torch.cat([root, tree.tokens]), tree, slots, depths)
 
     def choose(self, block: Block | None, logits: Tensor) -> Tensor:
         """Verifies a block on the device; the result goes to the host in one transfer and then to `settle`.
@@ -354,8 +356,9 @@ class Decoding:
     def committed(self, features: Features, verdict: Verdict) -> tuple[Tensor, Features]:
         """What the drafter is told: the emitted tokens, and the block's features of the position before each."""
         rows = verdict.rows
-        kept = slice(0, len(rows)) if rows == list(range(len(rows))) else rows
-        return torch.tensor(verdict.emitted, device=self.target.device), features.rows(kept)
+        if len(rows) < features.final.shape[1]:
+            features = features.rows(slice(0, len(rows)) if rows == list(range(len(rows))) else rows)
+        return torch.tensor(verdict.emitted, device=self.target.device), features
 
     def record(
         self, block: Block, verdict: Verdict, draft_s: float, verify_s: float, total_s: float, requests: int = 1

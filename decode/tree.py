@@ -3,9 +3,32 @@
 A verification block has n + 1 slots: slot 0 is the root (the last committed token), slot i + 1 is draft node i.
 """
 
-import numpy as np
+import functools
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+REMEMBERED = 32  # nodes of a tree whose layout is kept: making it anew takes a hundredth of a step
+
+
+def layout(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """`ancestors` and how deep every slot lies, (n + 1,); not to be written to, for the next tree alike gets the same.
+
+    Args:
+        parents: as for `ancestors`.
+        depth: no node is deeper than this.
+    """
+    if parents.device.type == "cpu" and len(parents) <= REMEMBERED:
+        return _remembered(tuple(parents.tolist()))
+    slots = ancestors(parents, depth)
+    return slots, slots.sum(1) - 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    slots = ancestors(torch.tensor(parents), len(parents))
+    return slots, slots.sum(1) - 1
 
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
@@ -15,12 +38,6 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
         parents: (n,) parent of each draft node, -1 for children of the root.
         depth: no node is deeper than this.
     """
-    if parents.device.type == "cpu":  # a call of numpy's costs a tenth of one of torch's, and this is all calls
-        slots = np.append(0, parents.numpy() + 1)
-        mine = seen = np.eye(len(slots), dtype=bool)
-        for _ in range(depth):
-            seen = mine | seen[slots]
-        return torch.from_numpy(seen)
     own = torch.eye(len(parents) + 1, dtype=torch.bool, device=parents.device)
     parent_slot = torch.cat([parents.new_zeros(1), parents + 1])  # the root is its own parent
     mask = own
@@ -31,9 +48,7 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
 
 def block_mask(tree_mask: Tensor, committed: int) -> Tensor:
     """(1, 1, n + 1, committed + n + 1): every slot sees all committed rows and its own path."""
-    n = tree_mask.shape[0]
-    seen = torch.ones(n, committed, dtype=torch.bool, device=tree_mask.device)
-    return torch.cat([seen, tree_mask], dim=1)[None, None]
+    return F.pad(tree_mask, (committed, 0), value=True)[None, None]
 
 
 def walk(choices: list[int], tokens: list[int], parents: list[int]) -> tuple[list[int], int]:

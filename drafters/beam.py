@@ -54,6 +54,8 @@ def grow_tree(first: Tensor, settings: DraftSettings, advance: Advance) -> Draft
         logp = advance(level_tokens[kept], origin, beam_seen, level)
     if not tokens:
         return DraftTree.empty(device)
+    if len(tokens) == 1:  # the best come first already
+        return DraftTree(tokens[0][: settings.total], parents[0][: settings.total])
     return _best_subtree(torch.cat(scores), torch.cat(tokens), torch.cat(parents), settings.total)
 
 

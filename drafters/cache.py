@@ -1,6 +1,7 @@
 """A preallocated KV cache for an unmodified HF model: hands out views, commits by gather, rolls back by length."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class KVCache(Cache):
         self.length = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        # of a decoder that runs in one call: its `Blocks`, and the array that points to these buffers, too
+        self.blocks: tuple[Any, bytes | None] = (None, None)
         self.positions: Tensor | None = None  # (B, capacity): where each row stands, read by sliding-window masks
 
     def update(
@@ -74,7 +77,9 @@ class KVCache(Cache):
         self._check(self.length + N)
         apart = self.keys[0].shape[1] * self.capacity
         rows = torch.arange(self.length, self.length + N)
-        return Place((torch.arange(B)[:, None] * apart + rows).flatten(), 0, apart, self.length + N)
+        if B > 1:
+            rows = (torch.arange(B)[:, None] * apart + rows).flatten()
+        return Place(rows, 0, apart, self.length + N)
 
     def _check(self, end: int) -> None:
         if end > self.capacity:

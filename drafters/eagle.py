@@ -451,7 +451,7 @@ class EagleDrafter(nn.Module):
 
     def to_target(self, draft: Tensor) -> Tensor:
         """Target ids of draft ids."""
-        return draft if self.draft_ids is None else self.draft_ids[draft]
+        return draft if self.draft_ids is None else self.draft_ids.take(draft)
 
     def scatter(self, q: Tensor) -> Tensor:
         """A distribution over the draft vocabulary as one over the target's."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drafters.attention import FUSED_FROM
 from drafters.cache import KVCache, Place
-from drafters.kernels import address, attend, can_attend, compiled, decode, rotate
+from drafters.kernels import attend, can_attend, compiled, decode, rotate
 from drafters.packing import Product, can_pack, compiled_blocks, native_bf16, product, rms_norm
 from drafters.rotary import Angles
 
@@ -82,8 +82,8 @@ class FastDecoder:
 
     def __call__(
         self, ids: Tensor, positions: Tensor, cache: KVCache | None, mask: Tensor | None, taps: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Final hidden states (B, N, D) and the tapped ones; arguments as in `Target.forward`."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Final hidden states (B, N, D) and the tapped ones (B, N, A * D); arguments as in `Target.forward`."""
         hidden = F.embedding(ids, self.embedding).to(self.dtype)
         cos, sin = self.angles(hidden, positions.expand(len(ids), -1))  # (B, N, d)
         if self.compiled:
@@ -105,19 +105,28 @@ class FastDecoder:
             hidden = layer.down(gate_up, gated=True, residual=hidden)
             if index + 1 in taps:
                 tapped[index + 1] = hidden
-        return rms_norm(hidden, self.norm, self.eps), [tapped[k] for k in taps]
+        final = rms_norm(hidden, self.norm, self.eps)
+        return final, torch.cat([tapped[k] for k in taps], dim=-1) if taps else None
 
     def _decode(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, place: Place, mask: Tensor | None,
         taps: Sequence[int],
-    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """All blocks in one call: one by one, a one-row step would spend a fifth of its time on calling operators."""
-        blocks = self.blocks.for_one_call()
-        tapped = {k: torch.empty_like(hidden) if k else hidden.clone() for k in taps}
-        for index, (block, keys, values) in enumerate(zip(blocks, cache.keys, cache.values, strict=True)):
-            block.keys, block.values, block.tap = keys.data_ptr(), values.data_ptr(), address(tapped.get(index + 1))
+        owner, filled = cache.blocks
+        blocks = self.blocks.for_one_call(filled if owner is self.blocks else None)
+        if blocks[0].keys != cache.keys[0].data_ptr():  # else all is where it was: buffers are made once
+            for block, keys, values in zip(blocks, cache.keys, cache.values, strict=True):
+                block.keys, block.values = keys.data_ptr(), values.data_ptr()
+            cache.blocks = self.blocks, bytes(blocks)
+        tapped = hidden.new_empty(len(taps), *hidden.shape)  # (A, B, N, D)
+        for tap, k in zip(tapped, taps, strict=True):
+            if k:
+                blocks[k - 1].tap = tap.data_ptr()
+            else:
+                tap.copy_(hidden)
         decode(blocks, hidden, cos, sin, cache.keys[0], place, mask, self.heads, self.inner, self.eps)
-        return rms_norm(hidden, self.norm, self.eps), [tapped[k] for k in taps]
+        return rms_norm(hidden, self.norm, self.eps), tapped.permute(1, 2, 0, 3).flatten(2) if taps else None
 
     def _heads(self, layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, N, H, d) and keys (B, K, N, d), and values (B, K, N, d)."""

@@ -183,9 +183,9 @@ class Blocks:
     def __reduce__(self) -> tuple[type, tuple[Any]]:
         return Blocks, (self.layers,)
 
-    def for_one_call(self) -> Any:
-        """A copy of the array: other threads may decode, too."""
-        return type(self.array).from_buffer_copy(self.array)
+    def for_one_call(self, like: bytes | None = None) -> Any:
+        """A copy of the array, or of what it was made into before: other threads may decode, too."""
+        return type(self.array).from_buffer_copy(like or self.array)
 
 
 def compiled_blocks(layers: Iterable[tuple[Sequence[Tensor | None], Sequence[Product]]]) -> Blocks | None:

@@ -1,5 +1,6 @@
 """Rotary angles looked up by position, where steps are so short that making them anew would count."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ class Angles:
         if hidden.dtype != torch.float32 or hidden.device.type != "cpu" or self.rotary.rope_type in CHANGING:
             cos, sin = self.rotary(hidden, positions)
             return cos.contiguous(), sin.contiguous()
-        size = int(positions.max()) + 1
-        table = self.table  # read once: another thread may put a shorter one there
-        if table is None or len(table[0]) < size:
-            every = torch.arange(max(512, 1 << (size - 1).bit_length()))[None]
-            cos, sin = self.rotary(hidden, every)
-            table = self.table = cos[0], sin[0]
-        cos, sin = table
+        if self.table is not None:
+            cos, sin = self.table  # read once: another thread may put a shorter one there
+            with contextlib.suppress(IndexError):  # to look for the greatest position first would take longer than both
+                return F.embedding(positions, cos), F.embedding(positions, sin)
+        every = torch.arange(max(512, 1 << int(positions.max()).bit_length()))[None]
+        cos, sin = (x[0] for x in self.rotary(hidden, every))
+        self.table = cos, sin
         return F.embedding(positions, cos), F.embedding(positions, sin)

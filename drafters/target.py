@@ -210,8 +210,7 @@ class Target:
             )
 
         if self.fast is not None and plain_backend and not isinstance(masks, dict):
-            final, kept = self.fast(ids, positions, cache, masks, taps)
-            return Features(final, torch.cat(kept, dim=-1) if taps else None)  # (B, N, A * D)
+            return Features(*self.fast(ids, positions, cache, masks, taps))
         for k in taps:
             self._hook(k)
         self._captured.clear()

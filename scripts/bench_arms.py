@@ -32,8 +32,7 @@ LOOKUP, ASSISTED = 8, 4  # tokens drafted a round where both sides draft equally
 TOKENS = 48
 HF_TOKENS = 24  # beside transformers, whose own speculation is slow here
 BLOCKS = 6  # of the target that make its draft model
-TURNS = 4  # of adaptation, whose differences are small; beside transformers they are not
-HF_TURNS = 2
+TURNS = 2
 
 
 class Adversary:
@@ -162,7 +161,7 @@ def beside_hf(target: Target, draft: Target, prompts: Sequence[Prompt], tokens: 
         HfArm("hf_assisted", assistant=draft),
         HfArm("hf_assisted_fixed", assistant=draft, assistant_options=equal),
     ]
-    records = measure(target, arms, prompts, tokens, HF_TURNS)
+    records = measure(target, arms, prompts, tokens, TURNS)
     pairs = {"lookup": "hf_lookup", "lookup_fixed": "hf_lookup"}
     pairs |= {name: f"hf_{name}" for name in ("assisted", "assisted_fixed")}
     return {f"vs_hf_{ours}": summarize(ours, records, theirs)["speedup"] for ours, theirs in pairs.items()}
@@ -188,8 +187,8 @@ def truncated(target: Target, blocks: int = BLOCKS) -> Target:
 
 
 def arms(target: Target, drafter: Drafter, tokens: int = TOKENS, hf_tokens: int = HF_TOKENS) -> dict[str, float]:
-    """Both parts on built-in prompts: two of each category for adaptation, one beside transformers."""
+    """Both parts on built-in prompts: four of each category for adaptation, one beside transformers."""
     blocks = max(1, min(BLOCKS, target.num_layers - 1))
-    results = adaptation(target, drafter, load_prompts("headstart", per_category=2), tokens)
+    results = adaptation(target, drafter, load_prompts("headstart", per_category=4), tokens)
     prompts = load_prompts("headstart", per_category=1)
     return results | beside_hf(target, truncated(target, blocks), prompts, hf_tokens)

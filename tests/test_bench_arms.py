@@ -41,7 +41,6 @@ def quick(monkeypatch, tmp_path):
     curve = Curve({1: 10.0, 5: 12.0})
     known = [Candidate(s, (0.5,) * s.length, curve(s.nodes + 1), 0.5, 0.1, curve) for s in settings]
     monkeypatch.setattr(bench_arms, "TURNS", 1)
-    monkeypatch.setattr(bench_arms, "HF_TURNS", 1)
     monkeypatch.setattr(bench_arms, "build_policy", lambda *_: Adaptive(known))
 
 

@@ -115,6 +115,17 @@ def test_a_drafter_that_has_a_prompt_to_read_first_must_promise_that_much_more()
     assert tried and tried[0] > 0.95 * 16 / 0.02, "a trial costs a fiftieth of the time before it at most"
 
 
+def test_trials_cost_a_hundredth_with_what_the_drafter_reads_for_them():
+    known = {c.settings: replace(c, read_ms=0.1 if c.settings.nodes else 0.0) for c in candidates("bfloat16", 0.05)}
+    policy, waiting, spent, rounds = Adaptive(list(known.values())), 0, 0.0, 2000
+    for _ in range(rounds):
+        s = policy.choose(waiting=waiting)
+        ms = known[s].ms + (0.1 * waiting if s.nodes else 0.0)
+        waiting, spent = (1 if s.nodes else waiting + 1), spent + ms
+        policy.observe([Round(s.nodes, s.length, 0, 1, 0, ms / 1e3, 0, s)])
+    assert spent < 1.01 * rounds * known[OFF].ms
+
+
 def test_what_would_have_been_drafted_counts_while_drafting_is_off():
     def after(right):
         """Rounds until it drafts, of a drafter that was off and is asked now."""

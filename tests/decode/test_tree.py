@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from decode.tree import ancestors, block_mask, walk
+from decode.tree import REMEMBERED, ancestors, block_mask, layout, walk
 
 # root -> 0, 1; 0 -> 2, 3; 3 -> 4; 1 -> 5
 PARENTS = [-1, -1, 0, 0, 3, 1]
@@ -32,6 +32,17 @@ def test_ancestors_of_random_trees(seed):
             slots.add(node + 1)
             node = parents[node]
         assert set(mask[i + 1].nonzero()[:, 0].tolist()) == slots
+
+
+@pytest.mark.parametrize("nodes", [0, 5, REMEMBERED, REMEMBERED + 1])
+def test_the_layout_of_a_tree_is_its_own_remembered_or_not(nodes):
+    rng = random.Random(nodes)
+    for _ in range(3):
+        parents = torch.tensor([rng.randrange(-1, i) for i in range(nodes)], dtype=torch.long)
+        for _ in range(2):
+            slots, depths = layout(parents, depth=max(1, nodes))
+            assert torch.equal(slots, ancestors(parents, depth=max(1, nodes)))
+            assert torch.equal(depths, slots.sum(1) - 1)
 
 
 def test_block_mask_sees_the_committed_rows_and_the_path():

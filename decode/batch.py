@@ -12,15 +12,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.engine import Block, Decoding, Generation, Policy, Request, Round, ask, lazy_where_off
+from decode.engine import Block, Decoding, Generation, Policy, Request, Round, ask
 from decode.pool import PAGE, PagePool, Seat
 from drafters.base import Drafter, DraftSettings, DraftTree
 from drafters.errors import UserError
+from drafters.lazy import Lazy
 from drafters.target import Features, Target
 
 __all__ = ["Batch", "Request", "generate_batch"]
@@ -106,7 +108,9 @@ class Batch:
     ):
         if max_batch < 1:
             raise UserError(f"max_batch={max_batch}: at least 1 is allowed")
-        self.target, self.drafter, self.settings = target, lazy_where_off(drafter, settings), settings
+        self.target, self.settings = target, settings
+        # any request may bring a policy
+        self.drafter: Any = drafter if drafter is None or hasattr(drafter, "observe") else Lazy(drafter)
         self.max_batch, self.pool_tokens, self.share_from = max_batch, pool_tokens, max(2, share_from)
         self.callback = callback
         self.pool: PagePool | None = None if pool_tokens is None else PagePool(pool_tokens, max_batch)
@@ -189,7 +193,10 @@ class Batch:
         sharing: dict[int, list[Decoding]] = {}
         for job in self.serving:
             sharing.setdefault(id(job.run.policy), []).append(job.run)
-        chosen = {key: (p := runs[0].policy) and ask(p, runs, len(self.serving)) for key, runs in sharing.items()}
+        chosen: dict[int, DraftSettings | None] = {
+            key: None if (p := runs[0].policy) is None else ask(p, runs, len(self.serving))
+            for key, runs in sharing.items()
+        }
         return {job: job.run.draft_settings(chosen[id(job.run.policy)]) for job in self.serving}
 
     @property
@@ -248,7 +255,7 @@ class Batch:
             if donor is None:
                 run.begin()
             else:
-                run.state = self.drafter.fork(donor.run.state, rows, run.draft_rows)  # type: ignore[attr-defined]
+                run.state = self.drafter.fork(donor.run.state, rows, run.draft_rows)
             self.drafter.extend(run.state, torch.tensor(ids[rows + 1 :] + emitted, device=device), features)
         self._report(job, emitted, 0)
 

@@ -152,6 +152,9 @@ class _Notes:
         """See `Drafter.propose`."""
         return DraftTree.empty(state[0][0].device)
 
+    def observe(self, state: Any, outcome: Any) -> None:
+        """Has it read at once, not when it drafts, which is never."""
+
 
 @torch.inference_mode()
 def continuations(

@@ -56,7 +56,7 @@ class Lazy:
     def __init__(self, drafter: Drafter, most: int = ROWS):
         self.drafter, self.kind, self.taps, self.most = drafter, drafter.kind, drafter.taps, most
         self.meta: dict[str, Any] = drafter.meta
-        self.default_settings: DraftSettings | None = None
+        self.default_settings = drafter.default_settings
 
     def begin(self, capacity: int) -> LazyState:
         """See `Drafter.begin`."""

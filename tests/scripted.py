@@ -19,7 +19,7 @@ class Scripted:
         seed: of the wrong tokens that a tree adds.
     """
 
-    kind, taps, meta = "scripted", (), {}
+    kind, taps, meta, default_settings = "scripted", (), {}, None
 
     def __init__(self, continuation: Callable[[int], Sequence[int]], prompt_length: int, seed: int = 0):
         self.continuation, self.prompt_length = continuation, prompt_length

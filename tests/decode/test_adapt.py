@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from decode.adapt import SHIFTS, Adaptive, Window, build_policy
+from decode.batch import generate_batch
 from decode.cost import CANDIDATES, OFF, Candidate, Curve
-from decode.engine import Round, generate
+from decode.engine import Request, Round, generate
 from drafters.base import DraftSettings
 from drafters.errors import UserError
 from drafters.lazy import CONTEXT, ROWS, Lazy
@@ -244,8 +245,10 @@ def test_output_does_not_depend_on_the_policy(target, drafters, case, script):
 class Counting:
     """An EAGLE drafter that counts what it reads."""
 
+    kind, meta, default_settings = "counting", {}, None
+
     def __init__(self, eagle):
-        self.eagle, self.kind, self.taps, self.meta, self.reads = eagle, "counting", eagle.taps, {}, []
+        self.eagle, self.taps, self.reads = eagle, eagle.taps, []
 
     def begin(self, capacity):
         return self.eagle.begin(capacity)
@@ -262,6 +265,7 @@ def test_a_drafter_that_is_off_reads_nothing_and_then_all_at_once(target, drafte
     prompt, answer = case
     counting = Counting(drafters["eagle3"])
     generate(target, counting, prompt, max_new_tokens=30, settings=OFF, eos_token_ids=())
+    generate_batch(target, counting, [Request(prompt, 9, OFF, eos_token_ids=())] * 2)
     assert counting.reads == []
 
     class Late:

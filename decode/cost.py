@@ -51,7 +51,7 @@ CANDIDATES = (
 )
 ROWS = (1, 2, 3, 5, 9, 17)  # where v is timed; in between and beyond it is taken to be straight
 SECONDS = {"target": 0.6, "drafter": 1.0, "derived": 0.4}  # what the measurements may take
-TOKENS = 20  # of every calibration text
+TOKENS = 32  # of every calibration text
 WORTH = 0.75  # share of a draft's longest path that can be hoped for
 DEPTH = max(s.length for s in CANDIDATES)
 

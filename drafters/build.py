@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -13,6 +14,12 @@ from drafters.hydra import HydraDrafter
 from drafters.medusa import MedusaConfig, MedusaDrafter
 from drafters.packing import pack_linears
 from drafters.target import Target
+
+OWN_SCORE = 10.0  # of a row with its own token, before the softmax; other tokens have about 0
+TOKEN_GAIN, MLP_SHARE = (
+    6.0,
+    0.1,
+)  # times the target's weights: what the token adds must be heard beside the hidden state
 
 TrainedDrafter = EagleDrafter | MedusaDrafter  # HydraDrafter is a MedusaDrafter
 
@@ -184,3 +191,33 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
             weight[:, -H:].copy_(theirs.float())  # input is [embedding; hidden]: the hidden half
     drafter.fc.weight.zero_()  # the other inputs start silent; noise there gave the same acceptance (1.187, now 1.185)
     drafter.fc.weight[:, -H:] = torch.eye(H, device=drafter.fc.weight.device)
+    if drafter.config.version == 3:
+        _hear_the_token(drafter)
+
+
+def _hear_the_token(drafter: EagleDrafter) -> None:
+    """Lets half of the heads of a warm EAGLE-3 layer read the token of their own row.
+
+    The token x[t+1] reaches the layer's output through attention alone, and the target's last block hardly looks at its
+    own row: most of its heads look at the first one. So the drafter would learn for long to predict without the token.
+    The heads given here make query and key alike of the embedding, and pass a random part of it on. SmolLM2, 35k tokens
+    twice, one seed: the loss falls from 1.89 to 1.56 in the last steps; a chain of 3 on 30 prompts that were not trained
+    on gives 1.29 tokens a step where it gave 1.27.
+    """
+    attention, llama, H = drafter.layer.self_attn, drafter.config.llama, drafter.config.llama.hidden_size
+    d, group = llama.head_dim, llama.num_attention_heads // llama.num_key_value_heads
+    first = llama.num_key_value_heads - llama.num_key_value_heads // 2  # of the KV heads that are given away
+    for head in range(first, llama.num_key_value_heads):
+        rows = slice(head * d, (head + 1) * d)
+        # rows of length 1: of a normed embedding, each gives about 1, and d of them squared a score of sqrt(d)
+        key, value = F.normalize(torch.randn(2 * d, H, device=drafter.fc.weight.device), dim=1).split(d)
+        key = key * (OWN_SCORE / d**0.5) ** 0.5
+        for weight, part in ((attention.k_proj.weight, key), (attention.v_proj.weight, value)):
+            weight[rows] = 0
+            weight[rows, :H] = part
+        for query in range(head * group, (head + 1) * group):
+            rows = slice(query * d, (query + 1) * d)
+            attention.q_proj.weight[rows] = 0
+            attention.q_proj.weight[rows, :H] = key
+            attention.o_proj.weight[:, rows] *= TOKEN_GAIN
+    drafter.layer.mlp.down_proj.weight *= MLP_SHARE

@@ -292,11 +292,24 @@ def test_a_warm_layer_is_the_targets_last(target):
     block = target.blocks[-1]
     H = target.hidden_size
     assert torch.equal(drafter.layer.mlp.up_proj.weight, block.mlp.up_proj.weight)
-    assert torch.equal(drafter.layer.self_attn.q_proj.weight[:, H:], block.self_attn.q_proj.weight)
+    q, first = drafter.layer.self_attn.q_proj.weight, block.self_attn.q_proj.weight[: H // 2]
+    assert torch.equal(q[: H // 2, H:], first) and not q[H // 2 :, H:].any()
     assert torch.equal(drafter.lm_head.weight, target.lm_head.weight[SOME])
     assert torch.equal(drafter.norm.weight, target.decoder.norm.weight)
     cold = build_eagle(target, None, version=3, warm_head=False, warm_layer=False)
     assert not torch.equal(cold.lm_head.weight, target.lm_head.weight) and cold.lm_head.weight.shape == (512, H)
+
+
+def test_half_of_a_warm_eagle3s_heads_look_at_their_own_token(target):
+    drafter = build_eagle(target, None, version=3)
+    heads = target.config.num_attention_heads
+    features = target.forward(IDS, torch.arange(T)[None].expand(2, T), taps=drafter.taps)
+    tokens = IDS.roll(-1, 1)
+    _, q, k, _ = drafter.inputs(tokens, drafter.fuse(features), torch.arange(T)[None])
+    scores = q @ k.repeat_interleave(heads // k.shape[1], dim=1).transpose(2, 3) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
+    own = weights.diagonal(dim1=2, dim2=3).mean((0, 2))  # (heads,)
+    assert (own[heads // 2 :] > 0.8).all() and (own[: heads // 2] < 0.6).all()
 
 
 def test_a_warm_eagle1_starts_with_the_features_it_reads(target):

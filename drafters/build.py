@@ -201,8 +201,8 @@ def _hear_the_token(drafter: EagleDrafter) -> None:
     The token x[t+1] reaches the layer's output through attention alone, and the target's last block hardly looks at its
     own row: most of its heads look at the first one. So the drafter would learn for long to predict without the token.
     The heads given here make query and key alike of the embedding, and pass a random part of it on. SmolLM2, 35k tokens
-    twice, one seed: the loss falls from 1.89 to 1.56 in the last steps; a chain of 3 on 30 prompts that were not trained
-    on gives 1.29 tokens a step where it gave 1.27.
+    twice, one seed: the loss of the last steps is 1.56 where it was 1.89; a chain of 3 on 30 prompts that were not
+    trained on gives 1.29 tokens a step where it gave 1.27.
     """
     attention, llama, H = drafter.layer.self_attn, drafter.config.llama, drafter.config.llama.hidden_size
     d, group = llama.head_dim, llama.num_attention_heads // llama.num_key_value_heads

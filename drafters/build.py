@@ -16,10 +16,8 @@ from drafters.packing import pack_linears
 from drafters.target import Target
 
 OWN_SCORE = 10.0  # of a row with its own token, before the softmax; other tokens have about 0
-TOKEN_GAIN, MLP_SHARE = (
-    6.0,
-    0.1,
-)  # times the target's weights: what the token adds must be heard beside the hidden state
+# times the target's own weights, for the token to be heard beside the hidden state
+TOKEN_GAIN, MLP_SHARE = 6.0, 0.1
 
 TrainedDrafter = EagleDrafter | MedusaDrafter  # HydraDrafter is a MedusaDrafter
 

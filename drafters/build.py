@@ -191,6 +191,12 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
     drafter.fc.weight[:, -H:] = torch.eye(H, device=drafter.fc.weight.device)
     if drafter.config.version == 3:
         _hear_the_token(drafter)
+        if drafter.config.fc_norm or drafter.config.norm_before_fc:
+            # a normed tap is far smaller than the stream that the target's block, and now this layer, adds to
+            ids = torch.arange(min(64, target.max_positions, target.vocab_size), device=target.device)[None]
+            taps = target.forward(ids, torch.arange(ids.shape[1], device=target.device)[None], taps=drafter.taps).taps
+            assert taps is not None
+            drafter.fc.weight *= taps[0, :, -H:].float().square().mean(-1).sqrt().median()
 
 
 def _hear_the_token(drafter: EagleDrafter) -> None:

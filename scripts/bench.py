@@ -88,6 +88,7 @@ def main() -> None:
     for name, part in parts:
         start = time.perf_counter()
         results |= part()
+        (out / "bench.json").write_text(json.dumps(results, indent=2) + "\n")  # half an hour's work is not lost
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     results["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if target.device.type == "cuda":

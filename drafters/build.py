@@ -79,7 +79,7 @@ def build_eagle(
         num_kv_heads: key/value heads; None: the target's.
         warm_head: head rows and final norm from the target (EAGLE-3; EAGLE-1 always uses the target's head).
         warm_layer: the layer from the target's last block, where the shapes agree; `fc` starts by passing on the
-            hidden state (EAGLE-1) or the deepest tap (EAGLE-3).
+            hidden state (EAGLE-1) or the deepest tap (EAGLE-3). Half of EAGLE-3's heads start on their own row's token.
         norms: further norms of EAGLE-3, of `drafters.eagle.NORMS`.
 
     Raises:
@@ -196,7 +196,7 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
             ids = torch.arange(min(64, target.max_positions, target.vocab_size), device=target.device)[None]
             taps = target.forward(ids, torch.arange(ids.shape[1], device=target.device)[None], taps=drafter.taps).taps
             assert taps is not None
-            drafter.fc.weight *= taps[0, :, -H:].float().square().mean(-1).sqrt().median()
+            drafter.fc.weight *= float(taps[0, :, -H:].float().square().mean(-1).sqrt().median())
 
 
 def _hear_the_token(drafter: EagleDrafter) -> None:

@@ -312,6 +312,14 @@ def test_half_of_a_warm_eagle3s_heads_look_at_their_own_token(target):
     assert (own[heads // 2 :] > 0.8).all() and (own[: heads // 2] < 0.6).all()
 
 
+@pytest.mark.parametrize("norm", ["fc_norm", "norm_before_fc"])
+def test_a_normed_tap_enters_a_warm_layer_at_the_streams_size(target, norm):
+    features = target.forward(IDS, torch.arange(T)[None].expand(2, T), taps=target.default_taps())
+    size = features.taps[..., -target.hidden_size :].square().mean().sqrt()
+    fused = build_eagle(target, None, version=3, norms=[norm]).fuse(features)
+    assert 0.5 < fused.square().mean().sqrt() / size < 2
+
+
 def test_a_warm_eagle1_starts_with_the_features_it_reads(target):
     """Nothing norms its sum on the way to the head: whatever an untrained layer adds is noise there."""
     drafter = build_eagle(target, None, version=1)

@@ -10,7 +10,6 @@ candidate.
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +35,7 @@ from drafters.base import Drafter, DraftSettings, DraftTree
 from drafters.cache import KVCache
 from drafters.combine import Merged
 from drafters.errors import UserError
+from drafters.files import replacing
 from drafters.locate import cache_folder
 from drafters.medusa import static_tree
 from drafters.router import Router
@@ -320,9 +320,8 @@ def profile(
     out.sort(key=lambda c: -c.speedup)
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = file.with_name(f".{file.name}.{os.getpid()}")
-        partial_file.write_text(json.dumps([asdict(c) for c in out]))
-        os.replace(partial_file, file)
+        with replacing(file) as partial:
+            partial.write_text(json.dumps([asdict(c) for c in out]))
     return out
 
 

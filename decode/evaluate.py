@@ -33,6 +33,7 @@ from decode.sampling import SamplingParams
 from drafters.adapter import adapted
 from drafters.base import DraftSettings
 from drafters.errors import UserError
+from drafters.files import replacing
 from drafters.target import Target
 
 CONVENTIONS = {
@@ -245,9 +246,8 @@ def _resume(path: Path | None, key: str, wanted: Sequence[str]) -> Records:
             path.replace(path.with_name(f"{path.stem}-{hashlib.sha256(old).hexdigest()[:8]}{path.suffix}"))
     path.parent.mkdir(parents=True, exist_ok=True)
     records = [r for r in records if r["id"] in set(wanted)]
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in ({"key": key}, *records)), encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in ({"key": key}, *records)), encoding="utf-8")
     return records
 
 

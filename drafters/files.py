@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -52,11 +53,7 @@ def partial_folder(folder: str | Path) -> Iterator[Path]:
     Each process has its own; what a process that is gone left there goes too. Errors name `folder`, as was asked for.
     """
     folder = Path(folder)
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
-        owner = left.name.split(".")[-2]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(left, ignore_errors=True)
-    partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
+    partial = _partial(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -68,6 +65,56 @@ def partial_folder(folder: str | Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write in the place of `path`, which it becomes when all is written: a kill leaves the old one whole."""
+    partial = _partial(path)
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    """A name beside `path` for this process; what processes that are gone left under such names goes."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        owner = left.name.split(".")[-2]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+@contextmanager
+def alone_in(folder: Path, busy: str, wait: bool = False) -> Iterator[None]:
+    """Keeps other processes that ask for it out of a folder, which is made; the lock goes with the process.
+
+    Args:
+        folder: to be written to.
+        busy: what to say where another process has it.
+        wait: say so and wait for it.
+
+    Raises:
+        UserError: another process has it, and `wait` is off.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if not wait:
+            raise UserError(busy) from None
+        print(busy, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read_folder(folder: str | Path) -> RawFolder:

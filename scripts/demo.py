@@ -8,7 +8,6 @@ timed on this machine first (plan.json keeps it), so that the whole takes under 
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from decode.report import print_table, write_report
 from decode.validation import acceptance_length
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError, cli
+from drafters.files import replacing
 from drafters.target import Target, load_target
 from train.loop import train
 from train.recipe import Recipe, load_recipe
@@ -100,8 +100,8 @@ def _plan(out: Path, target: Target, args: argparse.Namespace) -> dict[str, Any]
 
 def _save_plan(out: Path, plan: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / f".{PLAN}").write_text(json.dumps(plan, indent=1))
-    os.replace(out / f".{PLAN}", out / PLAN)
+    with replacing(out / PLAN) as file:
+        file.write_text(json.dumps(plan, indent=1))
 
 
 @torch.inference_mode()

@@ -10,7 +10,6 @@ beside the full report, and goes on where it was when it is run again.
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from drafters.base import DraftSettings
 from drafters.checkpoint import load_drafter
 from drafters.combine import Merged
 from drafters.errors import UserError, cli
+from drafters.files import replacing
 from drafters.lookahead import LookaheadDrafter
 from drafters.lookup import LookupDrafter, SuffixDrafter
 from drafters.router import Router
@@ -108,8 +108,8 @@ def _plan(out: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def _save(out: Path, plan: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / f".{PLAN}").write_text(json.dumps(plan, indent=1))
-    os.replace(out / f".{PLAN}", out / PLAN)
+    with replacing(out / PLAN) as file:
+        file.write_text(json.dumps(plan, indent=1))
 
 
 def _drafters(out: Path, target: Target, methods: Sequence[str]) -> dict[str, Any]:

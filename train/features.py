@@ -9,7 +9,6 @@ Shapes: B rows, T positions, D hidden width, A tapped layers.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from drafters.errors import UserError
+from drafters.files import replacing
 from drafters.target import Features, Target
 from train.data import EncodedData, collate
 from train.recipe import Recipe
@@ -117,13 +117,16 @@ class FeatureStore:
         for row, place in zip(rows, places, strict=True):
             if place is None:
                 return None
-            with safe_open(place[0], framework="pt") as file:
-                if not set(names) <= set(file.keys()):
-                    return None
-                for name in names:
-                    # the last token was never read; what follows it is not there to be learned
-                    read = file.get_slice(name)[place[1] : place[1] + self.lengths[row] - 1]
-                    parts[name].append(F.pad(read, (0, 0, 0, 1)))
+            try:
+                with safe_open(place[0], framework="pt") as file:
+                    if not set(names) <= set(file.keys()):
+                        return None
+                    for name in names:
+                        # the last token was never read; what follows it is not there to be learned
+                        read = file.get_slice(name)[place[1] : place[1] + self.lengths[row] - 1]
+                        parts[name].append(F.pad(read, (0, 0, 0, 1)))
+            except FileNotFoundError:  # another run has taken it and dropped it
+                return None
         return {name: torch.cat(part) for name, part in parts.items()}
 
     def get(self, rows: Sequence[int], ids: Tensor) -> Features:
@@ -235,7 +238,7 @@ def _written(text: Path) -> dict[bytes, tuple[Path, int]]:
         try:
             with safe_open(file, framework="pt") as kept:
                 lengths = kept.get_tensor("lengths").tolist()
-        except SafetensorError:  # damaged
+        except (SafetensorError, FileNotFoundError):  # damaged, or dropped by another run that has it
             continue
         starts = np.cumsum([0, *lengths]).tolist()
         for ids, length, start in zip(rows, lengths, starts, strict=False):
@@ -249,8 +252,8 @@ def _digest(ids: Sequence[int]) -> bytes:
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path.with_suffix(".part"))
-    os.replace(path.with_suffix(".part"), path)
+    with replacing(path) as file:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
 def feature_key(target: Target, data: EncodedData) -> str:

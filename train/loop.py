@@ -23,6 +23,7 @@ from drafters.build import TrainedDrafter
 from drafters.checkpoint import save_drafter
 from drafters.eagle import EagleDrafter
 from drafters.errors import UserError
+from drafters.files import alone_in
 from drafters.provenance import provenance
 from drafters.target import Target
 from train.build import (
@@ -88,15 +89,20 @@ def train(recipe: Recipe, target: Target, decode: Decode | None = None) -> Path:
     Returns:
         The run's folder: a drafter folder with the best weights, logs and the resumable state.
     """
-    run = _setup(recipe, target, decode)
-    total = total_steps(recipe, len(run.train_rows))
-    try:
-        if run.step < total or not run.history.get("done"):
-            _fit(run, total)
-    finally:
-        release(run.drafter)
-    run.accelerator.end_training()
-    if run.accelerator.is_main_process:
+    accelerator = make_accelerator(recipe)
+    set_seed(recipe.seed)
+    check_before_data(recipe, target, accelerator.num_processes)
+    busy = f"output={recipe.output} is in use by another run; wait for it or choose another output"
+    with alone_in(Path(recipe.output), busy) if accelerator.is_main_process else contextlib.nullcontext():
+        run = _setup(recipe, target, accelerator, decode)
+        total = total_steps(recipe, len(run.train_rows))
+        try:
+            if run.step < total or not run.history.get("done"):
+                _fit(run, total)
+        finally:
+            release(run.drafter)
+        accelerator.end_training()
+    if accelerator.is_main_process:
         results = run.history.get("results", {})
         best = results.get("tau_estimate", math.nan)
         print(f"trained {total} steps; best acceptance length {best:.2f} (estimate); wrote {run.output}")
@@ -279,19 +285,14 @@ def _save(run: Run) -> None:
 # ---- set-up
 
 
-def _setup(recipe: Recipe, target: Target, decode: Decode | None) -> Run:
-    accelerator = make_accelerator(recipe)
-    set_seed(recipe.seed)
+def _setup(recipe: Recipe, target: Target, accelerator: Accelerator, decode: Decode | None) -> Run:
     output = Path(recipe.output)
-    check_before_data(recipe, target, accelerator.num_processes)
     state = read_state(output)
     if state:
         check_same_recipe(recipe, state[1]["recipe"], output)
     with accelerator.main_process_first():
-        if accelerator.is_main_process:
-            output.mkdir(parents=True, exist_ok=True)
-            if recipe.data.source == "synthesis":
-                synthesize(recipe, target)
+        if accelerator.is_main_process and recipe.data.source == "synthesis":
+            synthesize(recipe, target)
         rows, validation, report = load_rows(
             recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions
         )

@@ -5,7 +5,6 @@ weights, optimizer state by parameter name and the counters are all there is.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafters.errors import UserError
+from drafters.files import replacing
 
 STATE = "state.safetensors"
 
@@ -32,9 +32,8 @@ def save_state(
         tensors[f"optimizer/{k}/{name}/{slot}"] = value
     flat = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{STATE}"
-    save_file(flat, temporary, metadata={"facts": json.dumps(facts)})
-    os.replace(temporary, folder / STATE)
+    with replacing(folder / STATE) as file:
+        save_file(flat, file, metadata={"facts": json.dumps(facts)})
 
 
 def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

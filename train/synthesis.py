@@ -11,7 +11,6 @@ Run: python scripts/prepare.py recipes/smollm2-eagle3.yaml
 
 import hashlib
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from drafters.errors import UserError
+from drafters.files import alone_in, replacing
 from drafters.target import Target
 from train.features import save_written, taps_to_keep
 from train.recipe import Recipe, SynthesisOptions
@@ -74,6 +74,8 @@ class Shard:
 def synthesize(recipe: Recipe, target: Target) -> Path:
     """Writes `shard-*.jsonl` until the recipe's tokens or rows are reached; continues where an earlier run stopped.
 
+    Where another process writes into the folder, it waits for it.
+
     Args:
         recipe: sections `synthesis` and `seed` are read; of the others, which features training will want.
         target: on the CPU it should be packed (`Target.pack`).
@@ -88,6 +90,12 @@ def synthesize(recipe: Recipe, target: Target) -> Path:
     """
     options, folder = recipe.synthesis, Path(recipe.synthesis.folder)
     prompts = _read_prompts(options, target) if options.prompts else None
+    with alone_in(folder, f"synthesis: another run writes text into {folder}; waiting for it", wait=True):
+        return _fill(folder, recipe, target, prompts)
+
+
+def _fill(folder: Path, recipe: Recipe, target: Target, prompts: list[list[dict[str, str]]] | None) -> Path:
+    options = recipe.synthesis
     manifest = _open_manifest(folder, _settings(recipe, target, prompts))
     shards = [Shard(**{**s, "dropped": Counter(s["dropped"])}) for s in manifest["shards"]]
     total, rows = sum(s.tokens for s in shards), sum(s.written for s in shards)
@@ -137,9 +145,8 @@ def _write_shard(
     if taps is not None:
         save_written(folder / shard.file, taps, block.features)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    temporary = folder / f".{shard.file}"
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, folder / shard.file)
+    with replacing(folder / shard.file) as file:
+        file.write_text(text, encoding="utf-8")
     shard.sha256 = hashlib.sha256(text.encode()).hexdigest()
     shard.seconds = time.perf_counter() - start
     return shard
@@ -443,7 +450,6 @@ def _settings(recipe: Recipe, target: Target, prompts: list[list[dict[str, str]]
 
 
 def _open_manifest(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / MANIFEST
     manifest: dict[str, Any] = {"settings": settings, "complete": False, "shards": []}
     if path.is_file():
@@ -481,6 +487,5 @@ def _save_manifest(folder: Path, manifest: dict[str, Any], shards: list[Shard]) 
         "tokens": sum(s.tokens for s in shards),
         "dropped": dict(sum((s.dropped for s in shards), Counter())),
     }
-    temporary = folder / f".{MANIFEST}"
-    temporary.write_text(json.dumps(manifest, indent=1))
-    os.replace(temporary, folder / MANIFEST)
+    with replacing(folder / MANIFEST) as file:
+        file.write_text(json.dumps(manifest, indent=1))

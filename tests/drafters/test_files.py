@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 from drafters.errors import UserError
-from drafters.files import CONFIG, partial_folder, read_folder, read_json, write_weights
+from drafters.files import CONFIG, alone_in, partial_folder, read_folder, read_json, replacing, write_weights
 
 
 def test_each_process_has_a_scratch_folder_and_a_dead_one_s_goes(tmp_path):
@@ -31,6 +32,38 @@ def test_errors_name_the_folder_that_was_asked_for(tmp_path):
     with pytest.raises(OSError) as full, partial_folder(tmp_path / "out") as folder:
         (folder / "no" / CONFIG).write_text("")
     assert full.value.filename == str(tmp_path / "out" / "no" / CONFIG)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / f".plan.json.{gone.pid}.partial").write_text("ne")  # a process was killed there
+    with pytest.raises(KeyboardInterrupt), replacing(path) as partial:
+        partial.write_text("ne")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    with replacing(path) as partial:
+        partial.write_text("new")
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_one_process_at_a_time_writes_into_a_folder(tmp_path, capsys):
+    waited = threading.Event()
+
+    def wait():
+        with alone_in(tmp_path, "taken; waiting", wait=True):
+            waited.set()
+
+    with alone_in(tmp_path, "taken"):
+        with pytest.raises(UserError, match="^taken$"), alone_in(tmp_path, "taken"):
+            pass
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert not waited.wait(0.2)
+    waiting.join(10)
+    assert waited.is_set() and "taken; waiting" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt"])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from drafters.checkpoint import load_drafter
 from drafters.errors import UserError
+from drafters.files import alone_in
 from drafters.target import Features
 from tests.tiny import make_target
 from tests.train.small import metrics, small_recipe, target_hash
@@ -146,6 +147,12 @@ def test_a_folder_that_is_no_run_is_left_alone(target, tmp_path):
             train(small_recipe(tmp_path, "medusa", rows=8, name=name, drafter={"init": init}), target)
     assert {path: path.read_bytes() for path in before} == before
     train(recipe, target)  # a run without a state begins anew
+
+
+def test_a_folder_that_another_run_writes_is_left_to_it(target, tmp_path):
+    recipe = small_recipe(tmp_path, kind="medusa")
+    with alone_in(Path(recipe.output), ""), pytest.raises(UserError, match="in use by another run"):
+        train(recipe, target)
 
 
 def test_what_changes_no_number_may_change(target, tmp_path):

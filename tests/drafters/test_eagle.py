@@ -7,7 +7,7 @@ import torch
 
 from drafters.base import DraftSettings
 from drafters.beam import _best_subtree
-from drafters.build import build_eagle
+from drafters.build import QUIET, build_eagle
 from drafters.checkpoint import load_drafter, native_tensors, probe_logits, save_drafter
 from drafters.eagle import NORMS
 from drafters.errors import UserError
@@ -328,6 +328,24 @@ def test_a_warm_eagle1_starts_with_the_features_it_reads(target):
     torch.testing.assert_close(out, features.final)
     out.square().sum().backward()
     assert drafter.layer.mlp.down_proj.weight.grad.any() and drafter.fc.weight.grad[:, :8].any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_warm_eagle1_attends_as_the_targets_last_block(family):
+    """It reads what the final norm gave, where the block reads what its own norm gives."""
+    target = make_target(family, layers=2)
+    block, final = target.blocks[-1], target.decoder.norm
+    with torch.no_grad():
+        for norm in (block.input_layernorm, final):
+            norm.weight.uniform_(0.2, 3.0)
+    attention = build_eagle(target, None, version=1).layer.self_attn
+    stream = 5 * torch.randn(7, target.hidden_size)
+    for name, factor in (("q_proj", 1.0), ("k_proj", 1.0), ("v_proj", QUIET)):
+        mine = getattr(attention, name)(final(stream))
+        theirs = getattr(block.self_attn, name)(block.input_layernorm(stream))
+        torch.testing.assert_close(mine, factor * theirs, rtol=1e-4, atol=1e-4)
+    own = build_eagle(target, None, version=3).norm(stream)
+    torch.testing.assert_close(own, final(stream), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [0, 5])

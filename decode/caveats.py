@@ -122,8 +122,14 @@ def _estimate_warnings(name: str, drafter: dict[str, Any], arm: dict[str, Any], 
     return [f"{name}: tau {arm['tau']:.2f} here, {estimate:.2f} estimated in training; likely causes: {causes}"]
 
 
+def is_slower(arm: dict[str, Any]) -> bool:
+    """Whether an arm is slower than plain decoding, chance aside."""
+    interval = arm["speedup_ci95"]
+    return arm["speedup"] < 1 if interval is None else interval[1] < 1
+
+
 def _speed_warnings(name: str, arm: dict[str, Any]) -> list[str]:
-    if arm["speedup"] < 1:
+    if is_slower(arm):
         split = arm["cost_split"]
         cost = (
             ""

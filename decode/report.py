@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.arms import HF, PLAIN, is_plain
+from decode.caveats import is_slower
 from decode.plots import PARTS, draw
 
 CSS = """
@@ -132,7 +133,7 @@ COLUMNS = (
 def arm_row(arm: dict[str, Any]) -> list[str]:
     """One arm's cells, as in `COLUMNS`; a drafter slower than plain is marked."""
     interval, split, match, tpot = arm["speedup_ci95"], arm["cost_split"], arm["exact_match"], arm["tpot_ms"]
-    slow = " (slower)" if arm["speedup"] < 1 and is_drafter(arm) else ""
+    slow = " (slower)" if is_slower(arm) and is_drafter(arm) else ""
     own = arm["name"] != HF  # generate reports no steps
     return [
         arm["name"],
@@ -236,7 +237,8 @@ def _drafters(report: dict[str, Any]) -> str:
     keys = ("kind", "training_samples", "training_tokens", "tau_estimate", "expected_tau", "target_kl")
     rows = []
     for name, drafter in report["drafters"].items():
-        cells = ["" if drafter.get(k) is None else str(drafter[k]) for k in keys]
+        values = [drafter.get(k) for k in keys]
+        cells = ["" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in values]
         rows.append([name, *cells, f"{arms[name]['tau']:.2f}", choices(drafter)])
     return _table(header, rows)
 

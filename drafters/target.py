@@ -24,6 +24,7 @@ from transformers import (
 from drafters import attention as _attention
 from drafters.cache import KVCache
 from drafters.errors import UserError
+from drafters.files import META
 from drafters.kernels import compiled
 from drafters.llama import FastDecoder, is_supported
 from drafters.locate import resolve_path
@@ -344,6 +345,8 @@ def load_target(
     place = _place(device)
     torch_dtype = resolve_dtype(dtype, place)
     base, adapter = split_adapter(resolve_path(name))
+    if os.path.isfile(os.path.join(base, META)):
+        raise UserError(f"target.name={name!r} is a drafter's folder; name the model that it drafts for")
     path, own = resolve_path(base), adapter is not None and (adapter / "tokenizer_config.json").is_file()
     code = {"trust_remote_code": trust_remote_code}
     try:

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     shape.add_argument("--tree", metavar="TOTAL,DEPTH,TOPK", help="draft a tree of TOTAL nodes")
     p.add_argument("--draft-window", type=int, metavar="ROWS", help="EAGLE: attend to the last ROWS committed tokens")
     p.add_argument("--runs", type=int, default=2, help="passes over the arms per prompt, there and back")
-    p.add_argument("--out", default="results", help="folder for report.html, report.json and raw.jsonl")
+    p.add_argument("--out", default="runs/eval", help="folder for report.html, report.json and raw.jsonl")
     p.add_argument("--no-hf", action="store_true", help="leave transformers' generate out")
     p.add_argument("--trust-remote-code", action="store_true", help="run model code that ships with the weights")
     return p

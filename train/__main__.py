@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m train", description="Train a drafter by a recipe; continues an interrupted run."
     )
     p.add_argument("recipe", help="YAML file, see recipes/")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="put over the recipe's values")
+    p.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="put over the recipe's values")
     return p
 
 

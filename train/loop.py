@@ -89,24 +89,27 @@ def train(recipe: Recipe, target: Target, decode: Decode | None = None) -> Path:
     Returns:
         The run's folder: a drafter folder with the best weights, logs and the resumable state.
     """
-    accelerator = make_accelerator(recipe)
+    accelerator, output = make_accelerator(recipe), Path(recipe.output)
     set_seed(recipe.seed)
     check_before_data(recipe, target, accelerator.num_processes)
     busy = f"output={recipe.output} is in use by another run; wait for it or choose another output"
-    with alone_in(Path(recipe.output), busy) if accelerator.is_main_process else contextlib.nullcontext():
-        run = _setup(recipe, target, accelerator, decode)
-        total = total_steps(recipe, len(run.train_rows))
-        try:
-            if run.step < total or not run.history.get("done"):
-                _fit(run, total)
-        finally:
-            release(run.drafter)
-        accelerator.end_training()
+    with alone_in(output, busy) if accelerator.is_main_process else contextlib.nullcontext():
+        state = read_state(output)
+        if state:
+            check_same_recipe(recipe, state[1]["recipe"], output)
+        facts = state[1] if state else {}
+        if not facts.get("history", {}).get("done"):
+            run = _setup(recipe, target, accelerator, decode, state)
+            try:
+                _fit(run, total_steps(recipe, len(run.train_rows)))
+            finally:
+                release(run.drafter)
+            accelerator.end_training()
+            facts = {"step": run.step, "history": run.history}
     if accelerator.is_main_process:
-        results = run.history.get("results", {})
-        best = results.get("tau_estimate", math.nan)
-        print(f"trained {total} steps; best acceptance length {best:.2f} (estimate); wrote {run.output}")
-    return run.output
+        best = facts["history"].get("results", {}).get("tau_estimate", math.nan)
+        print(f"trained {facts['step']} steps; best acceptance length {best:.2f} (estimate); wrote {output}")
+    return output
 
 
 def _fit(run: Run, total: int) -> None:
@@ -131,12 +134,15 @@ def _fit(run: Run, total: int) -> None:
             bar.update()
             if run.step % options.log_every == 0 or run.step == total:
                 _log(run, bar, losses, hits, float(norm))
-            due = options.eval_every and run.step % options.eval_every == 0
-            if due or run.step == total:
+            if run.step == total:
+                break
+            if options.eval_every and run.step % options.eval_every == 0:
                 _validate(run, bar, total)
-            if run.step == total or time.monotonic() - saved_at > options.save_every_seconds:
+            if time.monotonic() - saved_at > options.save_every_seconds:
                 _save(run)
                 saved_at = time.monotonic()
+        _save(run)  # first: the last validation may take long
+        _validate(run, bar, total)
     finally:  # an interrupt saves nothing: it may fall between two halves of a step
         bar.close()
     run.history["done"] = True
@@ -243,6 +249,7 @@ def _log(run: Run, bar: tqdm, losses: Tensor, hits: Tensor, norm: float) -> None
 def _validate(run: Run, bar: tqdm, total: int) -> None:
     """Estimates the acceptance length, now and then decodes for real, and keeps the best drafter."""
     recipe, accelerator = run.recipe, run.accelerator
+    bar.set_description(f"{run.drafter.kind}, validating")
     run.objective.eval()
     every = recipe.train.decode_every
     due = every and (run.step % every == 0 or run.step == total)
@@ -272,6 +279,7 @@ def _validate(run: Run, bar: tqdm, total: int) -> None:
             save_drafter(
                 run.drafter, run.output, run.target, {**run.facts, "rank_hits": estimate.rank_hits, "results": results}
             )
+    bar.set_description(run.drafter.kind)
     accelerator.wait_for_everyone()
 
 
@@ -285,11 +293,13 @@ def _save(run: Run) -> None:
 # ---- set-up
 
 
-def _setup(recipe: Recipe, target: Target, accelerator: Accelerator, decode: Decode | None) -> Run:
-    output = Path(recipe.output)
-    state = read_state(output)
-    if state:
-        check_same_recipe(recipe, state[1]["recipe"], output)
+def _setup(
+    recipe: Recipe,
+    target: Target,
+    accelerator: Accelerator,
+    decode: Decode | None,
+    state: tuple[dict[str, Tensor], dict[str, Any]] | None,
+) -> Run:
     with accelerator.main_process_first():
         if accelerator.is_main_process and recipe.data.source == "synthesis":
             synthesize(recipe, target)
@@ -339,7 +349,7 @@ def _setup(recipe: Recipe, target: Target, accelerator: Accelerator, decode: Dec
             drafter.embed_scale = state[1].get("embed_scale", 1.0)
     _start_trackers(run)
     if accelerator.is_main_process and run.step:
-        print(f"continuing {output} at step {run.step}")
+        print(f"continuing {recipe.output} at step {run.step}")
     return run
 
 

@@ -298,8 +298,8 @@ def profile(
     facts = [environment(target) | {"python": None, "headstart": None, "code": _code_hash(), "bucket": bucket}]
     key = [facts, target.fingerprint, target.is_packed, identity(drafter), [asdict(s) for s in settings]]
     file = cache and cache / (hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24])
-    if file and file.is_file():
-        return _from_json(json.loads(file.read_text()))
+    if file and (kept := _kept(file)):
+        return kept
     if texts is None:
         texts = continuations(target, load_prompts("calibration"), drafter.taps)
     drafting = [s for s in settings if s.nodes]
@@ -319,9 +319,12 @@ def profile(
         out.append(replace(candidate, speedup=candidate.tau * plain.ms / candidate.ms))
     out.sort(key=lambda c: -c.speedup)
     if file:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as partial:
-            partial.write_text(json.dumps([asdict(c) for c in out]))
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as partial:
+                partial.write_text(json.dumps([asdict(c) for c in out]))
+        except OSError as error:
+            print(f"warning: what was timed cannot be kept for the next run ({error})")
     return out
 
 
@@ -469,10 +472,14 @@ def _code_hash() -> str:
     return digest.hexdigest()
 
 
-def _from_json(rows: list[dict[str, Any]]) -> list[Candidate]:
+def _kept(file: Path) -> list[Candidate]:
+    """What an earlier run timed; nothing where there is none, or a damaged one."""
     out = []
-    for row in rows:
-        curve = Curve({int(n): ms for n, ms in row["curve"]["ms"].items()})
-        values = {"settings": DraftSettings(**row["settings"]), "survival": tuple(row["survival"]), "curve": curve}
-        out.append(Candidate(**(row | values)))
+    try:
+        for row in json.loads(file.read_text()):
+            curve = Curve({int(n): ms for n, ms in row["curve"]["ms"].items()})
+            values = {"settings": DraftSettings(**row["settings"]), "survival": tuple(row["survival"]), "curve": curve}
+            out.append(Candidate(**(row | values)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
     return out

@@ -86,7 +86,7 @@ class Request:
     max_new_tokens: int = 128
     settings: DraftSettings | Policy | None = None
     sampling: SamplingParams = SamplingParams()
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     eos_token_ids: Sequence[int] | None = None
 
 
@@ -155,7 +155,7 @@ def generate(
     max_new_tokens: int = 128,
     settings: DraftSettings | Policy | None = None,
     sampling: SamplingParams | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     callback: Callable[[list[int], int], None] | None = None,
     eos_token_ids: Sequence[int] | None = None,
     profile: bool = False,
@@ -170,7 +170,7 @@ def generate(
         settings: how much to draft, or a policy that decides it each round; None: the drafter's `default_settings`,
             else a chain of 4.
         sampling: None: greedy.
-        stop: strings that end the output; `.text` ends before the first of them.
+        stop: a string, or several, that end the output; `.text` ends before the first of them.
         callback: called once a round with the emitted tokens, the first n of which were drafted, and n.
         eos_token_ids: None: the target's own.
         profile: synchronize the device between phases, so that the cost split is true on CUDA.
@@ -254,7 +254,8 @@ class Decoding:
         self.settings = settings if isinstance(settings, DraftSettings) else DraftSettings()
         self.asked: DraftSettings | None = None
         self.prompt = prompt_ids(target, request.prompt)
-        self.max_new_tokens, self.stop = request.max_new_tokens, tuple(s for s in request.stop if s)
+        stop = (request.stop,) if isinstance(request.stop, str) else request.stop
+        self.max_new_tokens, self.stop = request.max_new_tokens, tuple(s for s in stop if s)
         self.observer = getattr(drafter, "observe", None)
         nodes = settings.nodes if drafter is not None else 0
         if self.max_new_tokens < 1:

@@ -20,6 +20,8 @@ OWN_SCORE = 10.0  # of a row with its own token, before the softmax; other token
 TOKEN_GAIN, MLP_SHARE = 6.0, 0.1
 QUIET = 0.25  # times the target's values and MLP, for EAGLE-1's zero projections to move its sum less a step
 
+READS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
+
 TrainedDrafter = EagleDrafter | MedusaDrafter  # HydraDrafter is a MedusaDrafter
 
 
@@ -139,19 +141,21 @@ def _llama_config(target: Target, intermediate: int | None, heads: int | None, k
         max_position_embeddings=target.max_positions,
         vocab_size=target.vocab_size,
         tie_word_embeddings=False,
-        rope_parameters=_rope(config),
+        rope_parameters=_rope(config, dim),
     )
 
 
-def _rope(config: Any) -> dict[str, Any]:
+def _rope(config: Any, dim: int) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
     rope = rope.get("full_attention", rope)  # Gemma keeps one a layer type
+    if any(len(factors) != dim // 2 for factors in (rope.get("long_factor"), rope.get("short_factor")) if factors):
+        return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}  # those of heads of another size
     return {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
 
 
 def _head_rows(target: Target, draft_ids: Tensor | None) -> Tensor:
     rows = target.lm_head.weight.detach()
-    return (rows if draft_ids is None else rows[draft_ids.to(rows.device)]).float()
+    return (rows if draft_ids is None else rows[draft_ids.to(rows.device)]).float() * target.logit_scale
 
 
 def _final_norm(target: Target) -> Tensor | None:
@@ -166,7 +170,7 @@ def _norm_weight(norm: Any, target: Target) -> Tensor | None:
         return None
     ones = norm(torch.ones_like(weight)[None])[0].float()
     weight = weight.float()
-    return weight + 1 if torch.allclose(ones, weight + 1, atol=0.02) else weight
+    return weight + 1 if (ones - weight - 1).abs().sum() < (ones - weight).abs().sum() else weight
 
 
 def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
@@ -174,9 +178,14 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
     source: dict[str, Tensor] = dict(target.blocks[-1].named_parameters())
     norms = {f"{name}.weight": _norm_weight(module, target) for name, module in target.blocks[-1].named_children()}
     source |= {name: weight for name, weight in norms.items() if weight is not None}
+    if "pre_feedforward_layernorm.weight" in source:  # Gemma's name for it; the other one norms what attention gave
+        source["post_attention_layernorm.weight"] = source["pre_feedforward_layernorm.weight"]
+    elif "input_layernorm.weight" not in source:  # OLMo 2 norms only what its parts give
+        source.pop("post_attention_layernorm.weight", None)
     if drafter.config.version == 1:
         _read_the_final_norm(source, target)
     layer, H, head_dim = drafter.layer, target.hidden_size, drafter.config.llama.head_dim
+    theirs_dim = getattr(target.config, "head_dim", None) or H // target.config.num_attention_heads
     for name, weight in layer.named_parameters():
         theirs = source.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
         if name == "input_layernorm.weight" or theirs is None:
@@ -184,17 +193,15 @@ def _warm_layer(drafter: EagleDrafter, target: Target) -> None:
         if drafter.config.version == 1 and name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             weight.zero_()  # EAGLE-1's head reads the sum without a norm: untrained weights there would be noise
             continue
+        if name.startswith("self_attn.") and head_dim != theirs_dim:
+            continue  # of the same shape it would still be rows of other heads
         groups, rest = divmod(len(weight), len(theirs))
-        if (
-            name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
-            and groups > 1
-            and not rest + len(theirs) % head_dim
-        ):
+        if name in READS[1:] and groups > 1 and not rest + len(theirs) % head_dim:
             # more KV heads than the target has: each of the target's serves several
             theirs = theirs.view(-1, head_dim, H).repeat_interleave(groups, dim=0).flatten(0, 1)
         if theirs.shape == weight.shape:
             weight.copy_(theirs.float())
-        elif name.startswith("self_attn.") and theirs.shape == (weight.shape[0], H):
+        elif name in READS and theirs.shape == (weight.shape[0], H):
             weight[:, -H:].copy_(theirs.float())  # input is [embedding; hidden]: the hidden half
     drafter.fc.weight.zero_()  # the other inputs start silent; noise there gave the same acceptance (1.187, now 1.185)
     drafter.fc.weight[:, -H:] = torch.eye(H, device=drafter.fc.weight.device)
@@ -223,7 +230,7 @@ def _read_the_final_norm(source: dict[str, Tensor], target: Target) -> None:
         return
     undo = torch.where(final.abs() > 1e-3, 1 / final, 0.0).to(before.device)
     source["post_attention_layernorm.weight"] = after * undo
-    for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+    for name in READS:
         if name in source:
             source[name] = source[name].float() * before * undo
     for name in ("self_attn.v_proj.weight", "mlp.up_proj.weight"):

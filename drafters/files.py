@@ -1,10 +1,13 @@
 """Files of a drafter folder: weights in any of the usual containers (tensors only, never code), and JSON."""
 
+import contextlib
 import glob
 import json
 import os
 import pickle
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from drafters.errors import UserError
 
+STALE = 3600  # seconds after which the scratch of a process that is gone is deleted
 WEIGHTS, CONFIG, META = "model.safetensors", "config.json", "headstart.json"
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -79,15 +83,20 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _partial(path: Path) -> Path:
-    """A name beside `path` for this process; what processes that are gone left under such names goes."""
+    """A name beside `path` for this process; what processes that are gone left under such names goes.
+
+    Containers that share a folder know nothing of each other's processes: what is recent stays.
+    """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         owner = left.name.split(".")[-2]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+        with contextlib.suppress(OSError):  # gone by now
+            if not owner.isdecimal() or psutil.pid_exists(int(owner)) or time.time() - left.stat().st_mtime < STALE:
+                continue
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    return path.with_name(f".{path.name}.{secrets.token_hex(3)}.{os.getpid()}.partial")
 
 
 @contextmanager

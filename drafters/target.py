@@ -29,10 +29,9 @@ from drafters.kernels import compiled
 from drafters.llama import FastDecoder, is_supported
 from drafters.locate import resolve_path
 from drafters.packing import Packed, Product, install, native_bf16, pack_linears, product, remove
-from drafters.variants import load_model, split_adapter
+from drafters.variants import load_model, refuse, refuse_state, split_adapter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -226,6 +225,12 @@ class Target:
         """The target's logits for final hidden states: (..., D) -> (..., V), soft cap and scale included."""
         return self.shape_logits((self._fast_head or self.lm_head)(hidden))
 
+    @property
+    def logit_scale(self) -> float:
+        """What `shape_logits` multiplies by, for a head that has to give the same logits without it."""
+        scale, divisor = (getattr(self.config, name, None) for name in ("logit_scale", "logits_scaling"))
+        return (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+
     def shape_logits(self, logits: Tensor) -> Tensor:
         """What some families do behind the head: Cohere multiplies, Granite divides, Gemma caps."""
         scale = getattr(self.config, "logit_scale", None)
@@ -351,7 +356,7 @@ def load_target(
     code = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **code)
-        _refuse(config, name)
+        refuse(config, name)
         model = load_model(path, adapter, config, dtype=torch_dtype, attn_implementation=attention, **code)
         tokenizer = AutoTokenizer.from_pretrained(adapter if own else path, **code)
     except UserError:
@@ -368,9 +373,9 @@ def wrap_target(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, attention: str = _attention.NAME
 ) -> Target:
     """Freezes a model that is already in memory and makes it a target (see `load_target`)."""
-    _refuse(model.config, name)
+    refuse(model.config, name)
     if getattr(model, "_is_stateful", False):
-        _refuse_state(name, model.config.model_type)
+        refuse_state(name, model.config.model_type)
     if model.config._attn_implementation != attention:
         model.set_attn_implementation(attention)
     model.eval().requires_grad_(False)
@@ -420,24 +425,6 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(dict.fromkeys(ids))
 
 
-def _refuse(config: Any, name: str) -> None:
-    """Refuses what cannot be decoded speculatively, by name, before any weight is read."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(
-            f"target {name!r} is an encoder-decoder ({config.model_type}); headstart needs a decoder-only model"
-        )
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or []) - ROLLBACK_LAYERS
-    if kinds:
-        _refuse_state(name, f"{config.model_type}: {', '.join(sorted(kinds))}")
-
-
-def _refuse_state(name: str, what: str) -> None:
-    raise UserError(
-        f"target {name!r} ({what}) keeps state that cannot be rolled back after a rejected draft; "
-        "only attention caches of full or sliding layers are supported"
-    )
-
-
 def _fingerprint(target: Target) -> dict[str, Any]:
     """What a drafter was made for: config, tokenizer, template and a hash over sampled weights."""
     shape = {
@@ -473,6 +460,11 @@ def _sha(text: str) -> str:
 @torch.inference_mode()
 def _check_head(target: Target) -> None:
     """`head(final)` must be the model's own logits: families differ in what stands behind the head."""
+    if getattr(target.lm_head, "in_features", target.hidden_size) != target.hidden_size:
+        raise UserError(
+            f"target {target.name!r} ({target.config.model_type}): its head reads {target.lm_head.in_features} "
+            f"numbers, its blocks give {target.hidden_size}; this architecture is not supported"
+        )
     ids = torch.arange(3, device=target.device)[None] % target.vocab_size
     positions = torch.arange(3, device=target.device)[None]
     with target.attention_backend("eager"):  # an independent path: no mask or kernel of ours

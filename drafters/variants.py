@@ -1,4 +1,4 @@
-"""Targets that are more than a folder of plain weights: a LoRA adapter over a base, or quantized weights."""
+"""Targets that are more than a folder of plain weights (a LoRA adapter over a base, quantized ones), or can be none."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from drafters.errors import UserError
 from drafters.files import read_json
 
 ADAPTER = "adapter_config.json"
+ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def split_adapter(path: str) -> tuple[str, Path | None]:
@@ -77,3 +78,28 @@ def _merged(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
         if not all(torch.isfinite(w).all() for w in merged.parameters()):
             raise UserError(f"target.name={str(adapter)!r}: the merged weights hold NaN or infinity")
     return merged
+
+
+def refuse(config: Any, name: str) -> None:
+    """Refuses what cannot be decoded speculatively, by name, before any weight is read."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"target {name!r} is an encoder-decoder ({config.model_type}); headstart needs a decoder-only model"
+        )
+    local = "local" in (getattr(config, "attention_layers", None) or ())  # GPT-Neo
+    if local or getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt", "xglm"):
+        raise UserError(
+            f"target {name!r} ({config.model_type}) places tokens by where they lie in its cache, where the "
+            "branches of a draft tree lie side by side; such models are not supported"
+        )
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or []) - ROLLBACK_LAYERS
+    if kinds:
+        refuse_state(name, f"{config.model_type}: {', '.join(sorted(kinds))}")
+
+
+def refuse_state(name: str, what: str) -> None:
+    """Refuses a model of recurrent state, by name."""
+    raise UserError(
+        f"target {name!r} ({what}) keeps state that cannot be rolled back after a rejected draft; "
+        "only attention caches of full or sliding layers are supported"
+    )

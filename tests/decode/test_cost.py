@@ -96,6 +96,20 @@ def test_a_useless_drafter_is_turned_off_and_costs_are_measured_once(target, pro
         profile(target, Slow(), texts=texts, settings=[OFF, chain], cache=tmp_path, context=5000)
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '[{"settings": {"kind": "chain"}}]', "[1]"])
+def test_damaged_costs_are_measured_anew_and_what_cannot_be_kept_is_said(target, prompts, tmp_path, content, capsys):
+    texts = continuations(target, prompts[:1], (), max_new_tokens=12)
+    asked = {"texts": texts, "settings": [OFF, DraftSettings("chain", 1)]}
+    profile(target, Slow(), **asked, cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    assert len(profile(target, Slow(), **asked, cache=tmp_path)) == 2 and len(file.read_text()) > 99
+    file.unlink()
+    file.mkdir()
+    assert len(profile(target, Slow(), **asked, cache=tmp_path)) == 2
+    assert "cannot be kept" in capsys.readouterr().out
+
+
 def test_the_curve_between_and_beyond_its_points():
     curve = Curve({1: 10.0, 2: 11.0, 4: 15.0})
     assert [curve(n) for n in (1, 2, 3, 4, 6)] == [10, 11, 13, 15, 19]

@@ -134,6 +134,8 @@ def test_stop_strings(target, long_case):
     assert stop and stop not in decode(answer[:10], skip_special_tokens=True)
     plain = generate(target, None, prompt, max_new_tokens=24, stop=[stop], eos_token_ids=())
     assert (plain.tokens, plain.finish, plain.text) == (answer[:11], "stop", text[: text.index(stop)])
+    alone = generate(target, None, prompt, max_new_tokens=24, stop=stop, eos_token_ids=())  # not its letters
+    assert (alone.tokens, alone.finish, alone.text) == (plain.tokens, plain.finish, plain.text)
     for kind in KINDS.values():
         out = generate(
             target,

@@ -7,7 +7,7 @@ import torch
 
 from drafters.base import DraftSettings
 from drafters.beam import _best_subtree
-from drafters.build import QUIET, build_eagle
+from drafters.build import MLP_SHARE, QUIET, TOKEN_GAIN, build_eagle
 from drafters.checkpoint import load_drafter, native_tensors, probe_logits, save_drafter
 from drafters.eagle import NORMS
 from drafters.errors import UserError
@@ -292,6 +292,10 @@ def test_a_warm_layer_is_the_targets_last(target):
     block = target.blocks[-1]
     H = target.hidden_size
     assert torch.equal(drafter.layer.mlp.up_proj.weight, block.mlp.up_proj.weight)
+    assert torch.equal(drafter.layer.mlp.down_proj.weight, MLP_SHARE * block.mlp.down_proj.weight)
+    out, theirs = drafter.layer.self_attn.o_proj.weight, block.self_attn.o_proj.weight
+    assert torch.equal(out[:, : H // 2], theirs[:, : H // 2])  # of the heads that stay as they are
+    assert torch.equal(out[:, H // 2 :], TOKEN_GAIN * theirs[:, H // 2 :])
     q, first = drafter.layer.self_attn.q_proj.weight, block.self_attn.q_proj.weight[: H // 2]
     assert torch.equal(q[: H // 2, H:], first) and not q[H // 2 :, H:].any()
     assert torch.equal(drafter.lm_head.weight, target.lm_head.weight[SOME])
@@ -338,14 +342,44 @@ def test_a_warm_eagle1_attends_as_the_targets_last_block(family):
     with torch.no_grad():
         for norm in (block.input_layernorm, final):
             norm.weight.uniform_(0.2, 3.0)
-    attention = build_eagle(target, None, version=1).layer.self_attn
+    heads, kv_heads = target.config.num_attention_heads, target.config.num_key_value_heads
+    attention = build_eagle(target, None, version=1, num_kv_heads=heads).layer.self_attn
     stream = 5 * torch.randn(7, target.hidden_size)
     for name, factor in (("q_proj", 1.0), ("k_proj", 1.0), ("v_proj", QUIET)):
-        mine = getattr(attention, name)(final(stream))
-        theirs = getattr(block.self_attn, name)(block.input_layernorm(stream))
-        torch.testing.assert_close(mine, factor * theirs, rtol=1e-4, atol=1e-4)
-    own = build_eagle(target, None, version=3).norm(stream)
-    torch.testing.assert_close(own, final(stream), rtol=1e-4, atol=1e-4)
+        mine = getattr(attention, name)(final(stream)).unflatten(-1, (heads, -1))
+        theirs = getattr(block.self_attn, name)(block.input_layernorm(stream)).unflatten(-1, (-1, mine.shape[-1]))
+        served = theirs.repeat_interleave(heads // theirs.shape[1], dim=1)  # each query head finds its KV head
+        torch.testing.assert_close(mine, factor * served, rtol=1e-4, atol=1e-4)
+    assert kv_heads < heads
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_warm_norms_multiply_by_what_the_targets_do(family, dtype):
+    model = make_model(family, layers=4)
+    with torch.no_grad():
+        for norm in (model.model.norm, *model.model.layers[-1].children()):
+            if "Norm" in type(norm).__name__:
+                norm.weight.uniform_(0.2, 10.0)
+    target = wrap_target(model.to(dtype), make_tokenizer(), "tiny")
+    block, drafter = target.blocks[-1], build_eagle(target, None, version=3)
+    before_mlp = block.pre_feedforward_layernorm if family == "gemma2" else block.post_attention_layernorm
+    pairs = [(drafter.norm, target.decoder.norm), (drafter.layer.hidden_norm, block.input_layernorm)]
+    stream, close = torch.randn(7, target.hidden_size), {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    for mine, theirs in [*pairs, (drafter.layer.post_attention_layernorm, before_mlp)]:
+        torch.testing.assert_close(mine(stream), theirs(stream.to(dtype)).float(), **close)
+
+
+def test_rope_factors_for_heads_of_another_size_are_left_out():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    rope |= {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}  # 12 of 16 numbers are rotated, as in Phi-4 mini
+    more = {"original_max_position_embeddings": 128, "pad_token_id": 0, "partial_rotary_factor": 0.75}
+    target = wrap_target(make_model("phi3", rope_parameters=rope, **more), make_tokenizer(), "phi")
+    assert torch.isfinite(
+        build_eagle(target, None).unroll(
+            IDS, target.forward(IDS, torch.arange(T)[None].expand(2, T), taps=target.default_taps()), 1
+        )[0]
+    ).all()
 
 
 @pytest.mark.parametrize("window", [0, 5])

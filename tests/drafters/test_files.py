@@ -18,10 +18,13 @@ def test_each_process_has_a_scratch_folder_and_a_dead_one_s_goes(tmp_path):
     gone.wait()
     for pid in (gone.pid, os.getppid()):
         (tmp_path / f".out.{pid}.partial").mkdir()
+        os.utime(tmp_path / f".out.{pid}.partial", (0, 0))
+    recent = tmp_path / f".out.1.{gone.pid}.partial"  # perhaps a process of another container
+    recent.mkdir()
     (tmp_path / ".out.mine.partial").mkdir()  # whoever made that
-    with partial_folder(tmp_path / "out"):
-        kept = {f".out.{os.getppid()}.partial", ".out.mine.partial"}
-        assert {p.name for p in tmp_path.iterdir()} == kept | {f".out.{os.getpid()}.partial"}
+    kept = {f".out.{os.getppid()}.partial", ".out.mine.partial", recent.name}
+    with partial_folder(tmp_path / "out") as one, partial_folder(tmp_path / "out") as two:
+        assert {p.name for p in tmp_path.iterdir()} == kept | {one.name, two.name}
     assert {p.name for p in tmp_path.iterdir()} == kept
 
 
@@ -40,6 +43,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (tmp_path / f".plan.json.{gone.pid}.partial").write_text("ne")  # a process was killed there
+    os.utime(tmp_path / f".plan.json.{gone.pid}.partial", (0, 0))
     with pytest.raises(KeyboardInterrupt), replacing(path) as partial:
         partial.write_text("ne")
         raise KeyboardInterrupt

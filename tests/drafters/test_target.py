@@ -8,8 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters import locate
+from drafters.build import build_eagle, build_medusa
 from drafters.errors import UserError
 from drafters.target import load_target, resolve_dtype, wrap_target
+from drafters.variants import refuse
 from tests.tiny import make_model, make_target, make_tokenizer
 
 IDS = torch.randint(512, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -229,8 +231,35 @@ def test_known_scales_and_caps_of_logits(family, extra):
     # wrap_target itself compares head(final) with the model's logits
     model = make_model(family, layers=2, **extra)
     target = wrap_target(model, make_tokenizer(), family)
-    raw = target.lm_head(target.forward(IDS, POSITIONS).final)
+    final = target.forward(IDS, POSITIONS).final
+    raw = target.lm_head(final)
     assert not torch.allclose(raw, target.shape_logits(raw), atol=1e-2)
+    if extra:  # a drafter's head, which has nothing behind it, starts with the target's logits too
+        kept = torch.arange(9, 99)
+        medusa, eagle = build_medusa(target, kept, heads=1), build_eagle(target, kept, version=1)
+        for logits in (medusa.logits(0, final), eagle.logits(final)):
+            torch.testing.assert_close(logits, target.head(final)[..., kept])
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("mpt", {}, "cache"),
+        ("bloom", {}, "cache"),
+        ("gpt_neo", {}, "cache"),
+        ("falcon", {"alibi": True}, "cache"),
+        ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4}, "its head reads 32 numbers"),
+    ],
+)
+def test_families_that_would_give_wrong_text_are_refused(family, options, expected):
+    sizes = {"hidden_size": 64, "n_layers": 4, "n_layer": 4, "num_layers": 4, "num_hidden_layers": 4, "d_model": 64}
+    config = AutoConfig.for_model(family, vocab_size=512, **options)
+    for name in sizes.keys() & config.to_dict().keys():
+        setattr(config, name, sizes[name])
+    config.attention_types = [[["global", "local"], 2]]
+    with pytest.raises(UserError, match=expected):
+        refuse(config, "odd")
+        wrap_target(AutoModelForCausalLM.from_config(config), make_tokenizer(), "odd")
 
 
 def test_a_model_of_nan_weights_is_refused():

@@ -221,7 +221,7 @@ def _read_the_final_norm(source: dict[str, Tensor], target: Target) -> None:
     That layer has no norm before its attention, and reads what the target's final norm has scaled, where the block had
     its own norm: SmolLM2's attention scores would be 20 times too large and its values 5 times. And nothing norms its
     output, which starts as the hidden state that it reads; what the layer adds to it before it has learned is noise.
-    SmolLM2, 35k tokens twice, one seed: 25 % of the first drafts are right where 15 % were.
+    SmolLM2, 35k tokens twice, one seed: 25 % of the first drafts are right where 15 % were, at lr 1e-3 and 5e-4.
     """
     final, before, after = (
         _final_norm(target), source.get("input_layernorm.weight"), source.get("post_attention_layernorm.weight")

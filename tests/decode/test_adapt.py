@@ -164,6 +164,10 @@ def test_many_requests_in_a_step_draft_less():
     known = [Candidate(s, survival(s, 0.5), curve(s.nodes + 1), 0.5 * s.length, 0.1, curve) for s in CANDIDATES]
     nodes = [Adaptive(known).choose(requests).nodes for requests in (1, 4, 8, 32)]
     assert nodes == sorted(nodes, reverse=True) and nodes[0] > nodes[1] > 0 and nodes[-1] == 0
+    policy = Adaptive(known)
+    while not policy.held or policy.streak < 20:
+        policy.choose(1)
+    assert policy.choose(32).nodes == 0, "a decision that is held was made for as many requests"
     known = [Candidate(s, survival(s, 0.05), curve(s.nodes + 1), 0.5 * s.length, 0.1, curve) for s in CANDIDATES]
     policy = Adaptive(known)
     assert policy.choose(8).nodes == 0

@@ -155,7 +155,8 @@ def _rope(config: Any, dim: int) -> dict[str, Any]:
 
 def _head_rows(target: Target, draft_ids: Tensor | None) -> Tensor:
     rows = target.lm_head.weight.detach()
-    return (rows if draft_ids is None else rows[draft_ids.to(rows.device)]).float() * target.logit_scale
+    rows = (rows if draft_ids is None else rows[draft_ids.to(rows.device)]).float()
+    return rows if target.logit_scale == 1.0 else rows * target.logit_scale
 
 
 def _final_norm(target: Target) -> Tensor | None:

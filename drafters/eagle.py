@@ -148,8 +148,9 @@ class EagleDrafter(nn.Module):
         if self.config.version == 1:
             rows = target.lm_head.weight.detach()
             rows = rows if self.draft_ids is None else rows[self.draft_ids.to(rows.device)]
-            # a server that leaves the scale out drafts the same: the greatest logit stays the greatest
-            self._shared["head"], self.fused_head = rows.to(self.fc.weight.dtype) * target.logit_scale, None
+            if target.logit_scale != 1.0:  # else they stay shared, not copied
+                rows = rows * target.logit_scale  # a server that leaves it out drafts the same: the order stays
+            self._shared["head"], self.fused_head = rows.to(self.fc.weight.dtype), None
         return self
 
     def fuse_layer(self, dtype: torch.dtype) -> None:

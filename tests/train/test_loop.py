@@ -103,6 +103,21 @@ def test_finished_run_is_left_alone(target, tmp_path, monkeypatch, capsys):
     assert {path: path.read_bytes() for path in before} == before and "trained 6 steps" in capsys.readouterr().out
 
 
+def test_an_interrupt_in_the_last_validation_loses_no_step(target, tmp_path, monkeypatch, capsys):
+    recipe, right = small_recipe(tmp_path), LOOP._validate
+
+    def die(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LOOP, "_validate", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, target)
+    monkeypatch.setattr(LOOP, "_validate", right)
+    monkeypatch.setattr(LOOP, "_accumulate", None)  # would fail if a step were trained again
+    train(recipe, target)
+    assert "trained 6 steps" in capsys.readouterr().out and load_drafter(recipe.output, target)
+
+
 def test_order_of_rows_is_a_function_of_seed_and_step(target, tmp_path, spy):
     train(small_recipe(tmp_path, rows=14), target)
     run = spy.run
